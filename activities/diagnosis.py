@@ -1,0 +1,67 @@
+"""Why a training failed or stalled, from what Ray itself says: one message and one diagnosis for a person."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from activities.jobs import JobInfo, Jobs, JobsError
+from workflows.evidence import JobOrder
+
+LAST_LINES: Final = 6
+_ERROR: Final = re.compile(r"(?:\S+\.)*[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
+_OUT_OF_MEMORY: Final = re.compile(r"OutOfMemory|OOM|oom-kill|Worker exit type: NODE_OUT_OF_MEMORY")
+_STORE_FULL: Final = re.compile(r"ObjectStoreFull|object store is full|object_store_memory", re.IGNORECASE)
+
+
+async def diagnose(jobs: Jobs, job: JobOrder, info: JobInfo | None, note: str) -> tuple[str, str]:
+    """(what the job said, what the cluster shows). Never raises: what cannot be asked is said to be unknown."""
+    try:
+        log = await jobs.logs(job.submission_id)
+    except JobsError as error:
+        log = ""
+        note = note or f"its log cannot be read: {error}"
+    said = last_error(log or (info.message if info else ""))
+    return "; ".join(x for x in (said, note) if x), "; ".join(await _findings(jobs, job, log))
+
+
+def last_error(log: str) -> str:
+    """The last line that names an error, else the last lines."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if _ERROR.match(line):
+            return line[:500]
+    return " | ".join(lines[-LAST_LINES:])[:500]
+
+
+async def _findings(jobs: Jobs, job: JobOrder, log: str) -> list[str]:
+    found = []
+    if _OUT_OF_MEMORY.search(log):
+        found.append("a worker ran out of memory; take smaller batches or larger hosts")
+    if _STORE_FULL.search(log):
+        found.append("Ray's object store was full")
+    try:
+        nodes = await jobs.alive_nodes()
+        if len(nodes) < job.hosts.count:
+            found.append(f"only {len(nodes)} of {job.hosts.count} Ray nodes are alive")
+        pending = [g for g in await jobs.state("placement_groups") if g.get("state") in ("PENDING", "RESCHEDULING")]
+        found += [_demand(group, list(nodes.values())) for group in pending]
+        waiting = [a for a in await jobs.state("actors") if a.get("state") == "PENDING_CREATION"]
+        if waiting and not pending:
+            found.append(f"{len(waiting)} actor(s) wait to be created, first {waiting[0].get('class_name')}")
+    except JobsError as error:
+        found.append(f"the cluster's state cannot be read ({error})")
+    return found or ["every node is alive and nothing waits for resources: look at the training's own log"]
+
+
+def _demand(group: dict[str, Any], nodes: list[dict[str, Any]]) -> str:
+    """A placement group that waits, and whether any node could ever hold its largest bundle."""
+    wants = [b.get("unit_resources") or b.get("resources") or {} for b in group.get("bundles") or ()]
+    impossible = [
+        f"{key} {amount:g}"
+        for want in wants
+        for key, amount in want.items()
+        if all(float((n.get("resources_total") or {}).get(key, 0)) < float(amount) for n in nodes)
+    ]
+    text = f"placement group {group.get('placement_group_id')} waits for {len(wants)} bundle(s)"
+    return text + (f"; no node can meet {', '.join(sorted(set(impossible)))}" if impossible else "")

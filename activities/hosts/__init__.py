@@ -1,0 +1,98 @@
+"""What a hosts provider must do: create or adopt hosts, prove them, reach their Jobs API, release them exactly.
+
+Every method is synchronous and may block for as long as its provider does; it is called in a thread and says how it
+goes through `progress`, which raises when the activity was cancelled. Every mutation may be sent twice, also at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from activities.jobs import Endpoint
+from workflows.evidence import Claim, Hosts, HostsOrder, StepTaken
+
+Progress = Callable[[str], None]
+"""Says what is going on (a heartbeat). Raises when the activity was cancelled."""
+
+MaySend = Callable[[], None]
+"""Raises once the send deadline of the claim has passed. Called right before each request that creates something."""
+
+
+class HostsError(Exception):
+    """A provider could not do what was asked. The message says what to do."""
+
+
+class HostsNotReady(HostsError):
+    """Not all hosts are up and proved yet; asking again may help. The message says what is missing."""
+
+
+class HostsFailed(HostsError):
+    """Hosts will not come up, or one of them has ended. Asking again does not help."""
+
+
+class WrongContext(HostsError):
+    """The claim was made somewhere else; absence here would prove nothing (skypilot #2397)."""
+
+
+class AbsenceUnknown(HostsError):
+    """It cannot be told whether something is left. Unknown is not absent."""
+
+
+class UnknownProvider(HostsError):
+    """run.json names a provider that this deployment does not have."""
+
+
+class HostsProvider(Protocol):
+    """One way to get hosts. Implementations: `activities.hosts.local`."""
+
+    name: str
+
+    def context(self) -> str:
+        """Where this provider's names mean something; part of every claim, compared again at release."""
+        ...
+
+    def check(self, order: HostsOrder) -> list[str]:
+        """Everything that can be found wrong before anything is paid for; one clear message each."""
+        ...
+
+    def claims(self, order: HostsOrder) -> list[Claim]:
+        """What `launch` will touch, in the order in which it is touched; released in reverse."""
+        ...
+
+    def launch(self, order: HostsOrder, may_send: MaySend, progress: Progress) -> None:
+        """Create or adopt every host by its exact name. Safe to call again, also concurrently.
+
+        Raises HostsFailed when a host has ended or cannot be started, and whatever `may_send` and `progress` raise.
+        """
+        ...
+
+    def prove(self, order: HostsOrder, progress: Progress) -> Hosts:
+        """One look: all hosts are up, each proved itself, the count is right. Raises HostsNotReady or HostsFailed."""
+        ...
+
+    def endpoint(self, order: HostsOrder) -> AbstractContextManager[Endpoint]:
+        """The head's Jobs API, for as long as the context lasts. Raises HostsError when it cannot be reached."""
+        ...
+
+    def release(self, claim: Claim, order: HostsOrder, progress: Progress) -> StepTaken:
+        """End exactly what `claim` names. Safe to call again. `ok` is False where something withstood."""
+        ...
+
+    def remaining(self, claim: Claim, order: HostsOrder) -> list[str]:
+        """What of `claim` is still there, exactly; an empty list proves absence at this moment.
+
+        Raises WrongContext or AbsenceUnknown when it cannot be told.
+        """
+        ...
+
+
+def find(providers: Mapping[str, HostsProvider], name: str) -> HostsProvider:
+    """The provider called `name`. Raises UnknownProvider."""
+    try:
+        return providers[name]
+    except KeyError:
+        raise UnknownProvider(
+            f"hosts.provider is {name!r}; this deployment has: {', '.join(sorted(providers)) or 'none'}"
+        ) from None

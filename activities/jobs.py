@@ -1,0 +1,245 @@
+"""Native Ray Jobs over their REST API: submit or adopt, status, logs, stop to a terminal state, what is left.
+
+Every client names its endpoint explicitly; RAY_ADDRESS and RAY_API_SERVER_ADDRESS play no part (ray #27954).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+REQUEST_S: Final = 30.0
+"""The longest one request may take. Submitting takes about 4 s on a loaded two-core machine."""
+TERMINAL: Final = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
+MAX_LOG: Final = 8 * 1024 * 1024
+"""Logs are saved from their end, at most this much."""
+MAX_PACKAGE: Final = 50 * 1024 * 1024
+"""Pure-Python source is small; more is data or an environment, and belongs elsewhere."""
+_SKIP: Final = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".pytest_cache"})
+
+
+class JobsError(Exception):
+    """The Jobs API answered with an error; the message says which request and what it said."""
+
+
+class JobsUnreachable(JobsError):
+    """Nothing answered: the state of the job is unknown, which is not the same as absent."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A Jobs API, as its hosts provider reaches it."""
+
+    url: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    status: str
+    message: str
+    entrypoint: str
+    metadata: dict[str, str]
+
+    @property
+    def terminal(self) -> bool:
+        return self.status in TERMINAL
+
+
+@dataclass(frozen=True)
+class Package:
+    """Source to deliver: a zip whose bytes, and so whose name, depend on its content alone."""
+
+    uri: str
+    body: bytes = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.uri.removeprefix("gcs://")
+
+
+def package(trees: dict[str, Path]) -> Package:
+    """Zip the pure-Python source of `trees` ({path inside: directory}). Raises ValueError when it is not small, or
+    holds a link (what it points to may be anything)."""
+    files: dict[str, Path] = {}
+    for inside, root in trees.items():
+        if not root.is_dir():
+            raise ValueError(f"the working directory {root} does not exist or is no directory")
+        for path in sorted(root.rglob("*")):
+            parts = path.relative_to(root).parts
+            if any(part in _SKIP or part.endswith(".pyc") for part in parts) or path.is_dir():
+                continue
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link; source is delivered as plain files")
+            files["/".join((inside, *parts)) if inside else "/".join(parts)] = path
+    packed = io.BytesIO()
+    size = 0
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
+            body = files[name].read_bytes()
+            size += len(body)
+            if size > MAX_PACKAGE:
+                raise ValueError(f"the source holds more than {MAX_PACKAGE // 2**20} MiB; deliver code, not data")
+            entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+            entry.external_attr = 0o644 << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, body)
+    digest = hashlib.sha256(packed.getvalue()).hexdigest()[:32]
+    return Package(f"gcs://_ray_pkg_{digest}.zip", packed.getvalue())
+
+
+class Jobs:
+    """One cluster's Jobs API. All methods raise JobsError, and JobsUnreachable when nothing answered."""
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, endpoint: Endpoint) -> AsyncIterator[Jobs]:
+        async with httpx.AsyncClient(
+            base_url=endpoint.url,
+            headers={"Authorization": f"Bearer {endpoint.token}"},
+            timeout=httpx.Timeout(REQUEST_S, connect=5.0),
+            # The endpoint is explicit; a proxy from the environment must not see the token.
+            trust_env=False,
+        ) as client:
+            yield cls(client)
+
+    async def submit(
+        self,
+        submission_id: str,
+        entrypoint: str,
+        *,
+        env: dict[str, str] | None = None,
+        source: Package | None = None,
+        resources: dict[str, float] | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """Send one submission. The id already taken is an error here; look first, and look again after it."""
+        runtime: dict[str, Any] = {"env_vars": env or {}}
+        if source:
+            runtime["working_dir"] = source.uri
+        order = {
+            "entrypoint": entrypoint,
+            "submission_id": submission_id,
+            "runtime_env": runtime,
+            "metadata": metadata or {},
+            "entrypoint_num_cpus": 0,
+        }
+        if resources:
+            order["entrypoint_resources"] = resources
+        await self._ask("POST", "/api/jobs/", json=order)
+
+    async def deliver(self, source: Package) -> None:
+        """Upload the source unless it is there."""
+        path = f"/api/packages/gcs/{source.name}"
+        if await self._ask("GET", path, missing_ok=True) is None:
+            await self._ask("PUT", path, content=source.body)
+
+    async def info(self, submission_id: str) -> JobInfo | None:
+        """The job's native status; None when the API says that it knows no such job."""
+        answer = await self._ask("GET", f"/api/jobs/{submission_id}", missing_ok=True)
+        if answer is None:
+            return None
+        told = answer.json()
+        return JobInfo(
+            status=str(told["status"]),
+            message=str(told.get("message") or ""),
+            entrypoint=str(told.get("entrypoint") or ""),
+            metadata=told.get("metadata") or {},
+        )
+
+    async def raw(self, submission_id: str) -> bytes | None:
+        """The native status as the API gives it."""
+        answer = await self._ask("GET", f"/api/jobs/{submission_id}", missing_ok=True)
+        return answer.content if answer is not None else None
+
+    async def logs(self, submission_id: str) -> str:
+        """The driver's log, its end if it is long; empty when there is none."""
+        answer = await self._ask("GET", f"/api/jobs/{submission_id}/logs", missing_ok=True)
+        return "" if answer is None else str(answer.json().get("logs") or "")[-MAX_LOG:]
+
+    async def stop(self, submission_id: str) -> None:
+        """Ask for a stop. True or False, the answer proves nothing (ray #58353): watch `info`."""
+        await self._ask("POST", f"/api/jobs/{submission_id}/stop", missing_ok=True)
+
+    async def delete(self, submission_id: str) -> None:
+        """Forget a terminal job; a PENDING one that a stop does not reach is ended this way."""
+        await self._ask("DELETE", f"/api/jobs/{submission_id}", missing_ok=True)
+
+    async def stop_to_terminal(self, submission_id: str, within_s: float = 60.0) -> JobInfo | None:
+        """Stop and poll until the native status is terminal. Raises JobsError when it is not in time."""
+        deadline = asyncio.get_running_loop().time() + within_s
+        asked = 0.0
+        while True:
+            info = await self.info(submission_id)
+            if info is None or info.terminal:
+                return info
+            now = asyncio.get_running_loop().time()
+            if now > deadline:
+                raise JobsError(f"job {submission_id} is still {info.status} {within_s:.0f} s after the stop")
+            if now - asked > 10.0:
+                # Asked again, because a stop of a PENDING job says True and stops nothing.
+                await self.stop(submission_id)
+                asked = now
+            await asyncio.sleep(0.3)
+
+    async def state(self, what: str) -> list[dict[str, Any]]:
+        """Ray's own state of `nodes`, `actors`, `placement_groups` or `workers`, in detail."""
+        answer = await self._ask("GET", f"/api/v0/{what}", params={"detail": "true", "limit": "10000"})
+        assert answer is not None
+        told = answer.json()
+        if not told.get("result"):
+            raise JobsError(f"the cluster could not list its {what}: {str(told.get('msg'))[:300]}")
+        return list(told["data"]["result"]["result"])
+
+    async def alive_nodes(self) -> dict[str, dict[str, Any]]:
+        """Nodes that are ALIVE, by node id (dead ones stay in cluster status; here they are told apart)."""
+        return {str(n["node_id"]): n for n in await self.state("nodes") if n.get("state") == "ALIVE"}
+
+    async def remains(self, submission_id: str) -> list[str]:
+        """What a terminal job left: actors not DEAD and placement groups not REMOVED, each named.
+
+        A helper job's supervisor is an actor too. Train's detached placement-group cleaner must be gone before a
+        release is a release (ray #62753, #61689). Everything on a run's cluster belongs to the run.
+        """
+        actors = [
+            f"actor {a.get('class_name')} {a.get('actor_id')} {a.get('state')}"
+            for a in await self.state("actors")
+            if a.get("state") != "DEAD" and submission_id in _traces(a)
+        ]
+        groups = [
+            f"placement group {g.get('placement_group_id')} {g.get('state')}"
+            for g in await self.state("placement_groups")
+            if g.get("state") != "REMOVED"
+        ]
+        return actors + groups
+
+    async def _ask(self, method: str, path: str, *, missing_ok: bool = False, **args: Any) -> httpx.Response | None:
+        try:
+            answer = await self._client.request(method, path, **args)
+        except httpx.HTTPError as error:
+            raise JobsUnreachable(f"{method} {path}: {type(error).__name__}") from error
+        if answer.status_code == 404 and missing_ok:
+            return None
+        if answer.status_code in (401, 403):
+            raise JobsError(f"{method} {path}: the cluster refuses the run's token ({answer.status_code})")
+        if answer.status_code >= 400:
+            said = answer.text.strip().splitlines()
+            raise JobsError(f"{method} {path}: {answer.status_code} {said[-1][:300] if said else ''}")
+        return answer
+
+
+def _traces(actor: dict[str, Any]) -> str:
+    return json.dumps([actor.get("name"), actor.get("serialized_runtime_env"), actor.get("job_id")])

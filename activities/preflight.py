@@ -1,0 +1,169 @@
+"""Preflight: everything that can fail is tried before anything is paid for."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final, NoReturn
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.heartbeat import Heart, beating, in_thread
+from activities.hosts.reach import Providers
+from activities.jobs import package
+from activities.storage import Storage, StorageError
+from activities.verification import Application
+from workflows import activity_names
+from workflows.evidence import Cleared, Deployment, Identity, PreflightOrder, ResumePoint
+from workflows.spec import RunSpec, ScriptWorkload
+
+AMBIENT: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_SUBMISSION_ID")
+"""Ray's native clients let these override an address they were given."""
+FOREIGN: Final = (".tfstate", ".tfstate.lock.info", "terraform.lock.hcl")
+"""Names that say: this prefix is another project's state."""
+
+
+class Preflight:
+    def __init__(
+        self,
+        storage: Storage,
+        providers: Providers,
+        application: Application,
+        deployment: Deployment,
+        threads: Executor,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._storage = storage
+        self._providers = providers
+        self._application = application
+        self._deployment = deployment
+        self._threads = threads
+        self._environment = environment
+
+    @activity.defn(name=activity_names.ORIENT)
+    async def orient(self) -> Deployment:
+        """What this deployment is. The answer is recorded in the run's history and not asked for again."""
+        return self._deployment
+
+    @activity.defn(name=activity_names.PREFLIGHT)
+    async def preflight(self, order: PreflightOrder) -> Cleared:
+        """Refuses with one message (type Rejected) that names the field or setting and the remedy."""
+        async with beating(note="preflight") as heart:
+            self._ambient()
+            provider = self._providers.of(order.hosts)
+            await self._prefix_is_free(order.identity, order.spec)
+            conditional = await self._probe(order.identity)
+            if isinstance(order.spec.workload, ScriptWorkload):
+                self._source(order.spec.workload)
+            heart.say(note=f"checking {order.hosts.provider} hosts")
+            problems = await in_thread(self._threads, provider.check, order.hosts)
+            if problems:
+                _refuse("hosts: " + "; ".join(problems))
+            resume = await self._resume(order.spec, heart)
+            await self._own(order.identity)
+            return Cleared(
+                conditional_writes=conditional,
+                price_per_hour=0.0,
+                plan=f"{order.hosts.count} {order.hosts.provider} hosts, {order.hosts.device}",
+                resume=resume,
+            )
+
+    def _ambient(self) -> None:
+        found = [name for name in AMBIENT if self._environment.get(name)]
+        if found:
+            _refuse(
+                f"{', '.join(found)} is set in the worker's environment, and Ray's clients let it override the run's "
+                f"own address; unset it and restart the worker"
+            )
+
+    async def _prefix_is_free(self, identity: Identity, spec: RunSpec) -> None:
+        """The run's own root must be empty or ours, and neither it nor what lies above may be a run or a stranger's."""
+        uri = spec.storage.uri.rstrip("/")
+        try:
+            bucket, *parts = uri.removeprefix("s3://").split("/")
+            for depth in range(1, len(parts) + 1):
+                above = f"s3://{bucket}/{'/'.join(parts[:depth])}"
+                if await self._storage.get(f"{above}/owner.json"):
+                    _refuse(
+                        f"storage.uri: {above} already holds a run; name the prefix above it for a new run, "
+                        f'or go on from it with "resume": {{"from": "{above}"}}'
+                    )
+            beside = await self._storage.names(f"{uri}/", limit=200)
+            foreign = [name for name in beside if "/" not in name and name.endswith(FOREIGN)]
+            if foreign:
+                _refuse(
+                    f"storage.uri: {uri} looks like another project's state ({foreign[0]}); use a prefix of your own"
+                )
+            root = await self._storage.names(f"{identity.storage}/", limit=5)
+            owner = await self._storage.get(f"{identity.storage}/owner.json")
+        except StorageError as error:
+            _refuse(f"storage.uri: {error}")
+        ours = owner and owner.body and json.loads(owner.body).get("custody_id") == identity.custody_id
+        if root and not ours and any(not name.startswith("probe-") for name in root):
+            _refuse(f"storage.uri: {identity.storage} already holds {root[0]} and is not this run's")
+
+    async def _probe(self, identity: Identity) -> bool:
+        """Write, read back and delete, with the credentials that will be used: a list proves nothing. Returns whether
+        conditional writes are honoured."""
+        uri = f"{identity.storage}/probe-{secrets.token_hex(4)}"
+        body = secrets.token_bytes(32)
+        try:
+            await self._storage.put(uri, body)
+            try:
+                got = await self._storage.get(uri)
+                if not got or got.body != body:
+                    _refuse(f"storage.uri: {uri} does not read back what was written; this storage cannot be used")
+                conditional = await self._conditional(uri)
+            finally:
+                await self._storage.delete(uri)
+            if await self._storage.get(uri):
+                _refuse(f"storage.uri: {uri} is still there after it was deleted")
+        except StorageError as error:
+            _refuse(f"storage.uri: {error}")
+        return conditional
+
+    async def _conditional(self, uri: str) -> bool:
+        try:
+            await self._storage.put(uri, b"overwritten", only_if_absent=True)
+        except StorageError as error:
+            return error.code in ("PreconditionFailed", "412", "ConditionalRequestConflict")
+        return False
+
+    def _source(self, workload: ScriptWorkload) -> None:
+        try:
+            package({"": Path(workload.working_dir)})
+        except (OSError, ValueError) as error:
+            _refuse(f"workload.working_dir: {error}")
+
+    async def _resume(self, spec: RunSpec, heart: Heart) -> ResumePoint | None:
+        """The newest commit of the earlier run that really loads."""
+        if spec.resume is None:
+            return None
+        source = spec.resume.from_.rstrip("/")
+        heart.say(note=f"looking for a commit that loads in {source}")
+        code, out, err = await self._application.tool(heart, "trainer.last_commit", source)
+        if code != 0:
+            _refuse(f"resume.from: {(err.strip().splitlines() or out.strip().splitlines() or ['no commit loads'])[-1]}")
+        told = json.loads(out.strip().splitlines()[-1])
+        step = int(told["step"])
+        if step >= spec.workload.total_steps:
+            _refuse(f"workload: the commit to resume from is step {step}, so steps must be more than that")
+        if spec.drill and spec.drill.after_step <= step:
+            _refuse(f"drill.after_step: must be more than {step}, the step of the commit to resume from")
+        return ResumePoint(source=source, checkpoint=told["checkpoint"], step=step)
+
+    async def _own(self, identity: Identity) -> None:
+        body = {"schema": 1, **identity.model_dump(mode="json", exclude={"storage", "original_run_id"})}
+        try:
+            await self._storage.put(f"{identity.storage}/owner.json", json.dumps(body, sort_keys=True).encode())
+        except StorageError as error:
+            _refuse(f"storage.uri: {error}")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ApplicationError(message, type="Rejected", non_retryable=True)

@@ -1,0 +1,161 @@
+"""Proving placement and recovery from evidence that the ranks left in storage. The judgement itself is pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Literal
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.heartbeat import beating
+from activities.storage import Storage
+from workflows import activity_names
+from workflows.evidence import Placement, Proof, ProofOrder, Recovery
+
+Evidence = dict[str, Any]
+
+
+class Proving:
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    @activity.defn(name=activity_names.PROVE)
+    async def prove(self, order: ProofOrder) -> Proof:
+        """Read all evidence of the run, and judge it."""
+        async with beating(note="reading evidence"):
+            main = await self._evidence(order, "main")
+            parity = await self._evidence(order, "parity") if order.parity else {}
+        starts = [e for name, e in main.items() if name.endswith(".start.json")]
+        if not starts:
+            raise ApplicationError(
+                "the training left no evidence of where its ranks ran (see docs/workload-contract.md)",
+                type="NoEvidence",
+                non_retryable=True,
+            )
+        return Proof(
+            placement=placement(starts),
+            recovery=recovery(order, main, parity) if order.victim or order.parity else None,
+        )
+
+    async def _evidence(self, order: ProofOrder, train_name: str) -> dict[str, Evidence]:
+        root = f"{order.identity.storage}/evidence/{train_name}/"
+        found: dict[str, Evidence] = {}
+        for name in sorted(await self._storage.names(root, limit=20_000)):
+            got = await self._storage.get(root + name)
+            if got and got.body is not None:
+                try:
+                    found[name] = json.loads(got.body)
+                except ValueError as error:
+                    raise ApplicationError(
+                        f"evidence {root}{name} is damaged: {error}", type="NoEvidence", non_retryable=True
+                    ) from error
+        return found
+
+
+def placement(starts: Sequence[Evidence]) -> Placement:
+    """Where the ranks of the newest attempt ran. Ranks of all attempts are listed."""
+    newest = max(int(s["attempt"]) for s in starts)
+    last = [s for s in starts if int(s["attempt"]) == newest]
+    return Placement(
+        ranks=tuple(sorted(starts, key=lambda s: (int(s["attempt"]), int(s["rank"])))),
+        distinct_hosts=len({s["host"]["fingerprint"] for s in last}),
+        distinct_nodes=len({s["ray"]["node_id"] for s in last}),
+        distinct_devices=len({s["device"]["fingerprint"] for s in last}),
+    )
+
+
+def recovery(order: ProofOrder, main: dict[str, Evidence], parity: dict[str, Evidence]) -> Recovery:
+    """Judge a drill: every rank's first step after the restart is the committed step + 1, with model and momentum
+    restored and equal by hash on all ranks; with parity, the final parameters equal the uninterrupted run's."""
+    problems: list[str] = []
+    victim, strike = order.victim, order.strike
+    attempts = max((int(e["attempt"]) for e in main.values()), default=0)
+    resumed_step: int | None = None
+    seconds: float | None = None
+    first_steps: dict[str, int] = {}
+    model = momentum = None
+    committed = victim.commit.step if victim else 0
+    if victim:
+        after = _after(main, victim.attempt)
+        if strike is None or strike.outcome != "killed":
+            problems.append("the victim was gone before it was struck; nothing was shown by a kill")
+        if not after:
+            problems.append(f"training did not start again after attempt {victim.attempt}")
+        else:
+            resumed = [e for n, e in after.items() if n.endswith(".start.json")]
+            problems += _restored(resumed, committed, order.world_size)
+            firsts = {int(e["rank"]): e for n, e in after.items() if n.endswith(".first-step.json")}
+            first_steps = {str(rank): int(e["step"]) for rank, e in sorted(firsts.items())}
+            for rank in range(order.world_size):
+                step = first_steps.get(str(rank))
+                if step is None:
+                    problems.append(f"rank {rank} made no step after the restart")
+                elif step != committed + 1:
+                    problems.append(f"rank {rank} went on at step {step}, not at {committed + 1}")
+            models = {e["model_sha256"] for e in resumed}
+            momenta = {e["momentum_sha256"] for e in resumed}
+            model = next(iter(models)) if len(models) == 1 else None
+            momentum = next(iter(momenta)) if len(momenta) == 1 else None
+            resumed_step = min(first_steps.values(), default=None)
+            if firsts and strike:
+                seconds = max(_when(e["at"]) for e in firsts.values()) - strike.at
+    compared: Literal["equal", "different", "not_asked"]
+    compared = _parity(main, parity, problems) if order.parity else "not_asked"
+    return Recovery(
+        proved=not problems,
+        problems=tuple(problems),
+        committed_step=committed,
+        resumed_step=resumed_step,
+        first_steps=first_steps,
+        attempts=attempts,
+        seconds_to_resume=seconds,
+        model_sha256=model,
+        momentum_sha256=momentum,
+        parity=compared,
+    )
+
+
+def _after(main: dict[str, Evidence], attempt: int) -> dict[str, Evidence]:
+    """Evidence of the first attempt after the struck one."""
+    later = sorted({int(e["attempt"]) for e in main.values() if int(e["attempt"]) > attempt})
+    return {n: e for n, e in main.items() if later and int(e["attempt"]) == later[0]}
+
+
+def _restored(resumed: Sequence[Evidence], committed: int, world_size: int) -> list[str]:
+    problems = []
+    ranks = sorted(int(e["rank"]) for e in resumed)
+    if ranks != list(range(world_size)):
+        problems.append(f"ranks after the restart were {ranks}, not 0..{world_size - 1} once each")
+    for e in resumed:
+        step = int(e["restored_step"])
+        if not e.get("restored_from"):
+            problems.append(f"rank {e['rank']} restored nothing; it started from scratch")
+        elif step != committed:
+            how = "an earlier" if step < committed else "a later"
+            problems.append(f"rank {e['rank']} resumed from {how} commit, step {step}, not from step {committed}")
+    differing = [w for w in ("model_sha256", "momentum_sha256") if len({e[w] for e in resumed}) > 1]
+    return problems + [f"ranks restored different {what.split('_')[0]} state" for what in differing]
+
+
+def _parity(
+    main: dict[str, Evidence], parity: dict[str, Evidence], problems: list[str]
+) -> Literal["equal", "different"]:
+    def final(evidence: dict[str, Evidence]) -> set[tuple[str, str]]:
+        return {(e["model_sha256"], e["momentum_sha256"]) for n, e in evidence.items() if n.endswith(".final.json")}
+
+    ours, theirs = final(main), final(parity)
+    if len(ours) == 1 and ours == theirs:
+        return "equal"
+    problems.append(
+        "final parameters differ from the uninterrupted run's"
+        if ours and theirs
+        else "final evidence is missing, so parity with the uninterrupted run cannot be judged"
+    )
+    return "different"
+
+
+def _when(at: str) -> float:
+    return datetime.fromisoformat(at.replace("Z", "+00:00")).timestamp()

@@ -1,0 +1,94 @@
+"""Running the application environment's own tools from the operator: the inspector, and the search for a commit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from temporalio import activity
+from temporalio.exceptions import ApplicationError
+
+from activities.heartbeat import Heart, beating
+from trainer import environment
+from trainer.private import NotPrivate
+from workflows import activity_names
+from workflows.evidence import Artifacts, Check, VerifyOrder
+
+MAX_OUTPUT: Final = 4 * 1024 * 1024
+
+
+class Application:
+    """The application environment on this machine: built once, verified at each use, run as a subprocess."""
+
+    def __init__(self, checkout: Path) -> None:
+        self._checkout = checkout
+
+    async def tool(self, heart: Heart, module: str, *args: str) -> tuple[int, str, str]:
+        """Run `python -m module args`: (exit code, stdout, stderr's end). Ends with the activity."""
+        try:
+            await asyncio.to_thread(environment.verify)
+        except (environment.EnvironmentBroken, NotPrivate) as error:
+            raise ApplicationError(f"the application environment: {error}", type="NoEnvironment") from error
+        python = environment.interpreter(environment.path())
+        process = await asyncio.create_subprocess_exec(
+            str(python),
+            "-m",
+            module,
+            *args,
+            cwd=self._checkout,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=MAX_OUTPUT,
+        )
+        try:
+            out, err = await process.communicate()
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")[-2000:]
+
+
+class Verification:
+    def __init__(self, application: Application) -> None:
+        self._application = application
+
+    @activity.defn(name=activity_names.VERIFY)
+    async def verify_artifacts(self, order: VerifyOrder) -> Artifacts:
+        """Download again from storage alone and check everything; what does not hold is a finding, not an error."""
+        asked = ["--submission", order.submission_id, "--json", "-"]
+        if order.distinct_hosts:
+            asked.append("--require-distinct-hosts")
+        if order.distinct_devices:
+            asked.append("--require-distinct-devices")
+        async with beating(note=f"inspecting {order.identity.storage}") as heart:
+            code, out, err = await self._application.tool(
+                heart, "trainer.inspect_results", order.identity.storage, *asked
+            )
+        told = _json_of(out)
+        if told is None or code not in (0, 1):
+            raise ApplicationError(f"the inspector gave no result (exit {code}): {err.strip() or out.strip()[-500:]}")
+        return Artifacts(
+            ok=bool(told["ok"]) and code == 0,
+            submission_id=order.submission_id,
+            checks=tuple(Check(name=c["name"], ok=c["ok"], detail=str(c["detail"])[:500]) for c in told["checks"]),
+            figures=told.get("figures", {}),
+        )
+
+
+def _json_of(out: str) -> dict[str, Any] | None:
+    """The JSON object in a tool's output: all of it, or its last line."""
+    for text in (out, out.strip().splitlines()[-1] if out.strip() else ""):
+        try:
+            told = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(told, dict):
+            return told
+    return None

@@ -1,0 +1,3 @@
+"""What a run left in storage, read back and checked: storage, manifest, journal, evidence, recording,
+checkpoints.
+"""

@@ -1,0 +1,143 @@
+"""metrics.json: every optimizer step exactly once, every scalar what it must be, and learning that happened.
+
+The shape is ``{"schema":1, "run":{..}, "workload", "recipe":{..}, "world_size", "device", "steps":[{"step",
+"loss", "gradient_norm", "parameter_change", "learning_rate", "samples_per_second", "attempt"}],
+"attempts":[..], "held_out":{"initial_loss", "final_loss"}}``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Any
+
+from trainer.inspection.checklist import Failed, require
+from trainer.inspection.storage import number
+
+SCALARS = ("loss", "gradient_norm", "parameter_change", "learning_rate", "samples_per_second")
+
+# Bounds on what the inspector will compute for a recipe it has only read: far above any real one.
+COUNTS = {
+    "steps": 10_000_000,
+    "samples_per_rank": 100_000_000,
+    "checkpoint_interval": 10_000_000,
+    "features": 65_536,
+    "batch_size": 100_000_000,
+}
+
+
+def recipe_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe, with its counts and rates in range. Raises Failed."""
+    recipe = metrics.get("recipe")
+    if not isinstance(recipe, dict):
+        raise Failed(["metrics.json holds no recipe"])
+    problems = []
+    for name, most in COUNTS.items():
+        value = recipe.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            problems.append(f"recipe.{name} is {value!r}, no whole number from 1 to {most:,}")
+    rate, momentum, seed = (number(recipe.get(name)) for name in ("learning_rate", "momentum", "seed"))
+    if rate is None or not 0 < rate < math.inf:
+        problems.append(f"recipe.learning_rate is {recipe.get('learning_rate')!r}, no positive number")
+    if momentum is None or not 0 <= momentum < 1:
+        problems.append(f"recipe.momentum is {recipe.get('momentum')!r}, no number from 0 to below 1")
+    if seed is None or not isinstance(recipe.get("seed"), int):
+        problems.append(f"recipe.seed is {recipe.get('seed')!r}, no whole number")
+    require(problems)
+    return recipe
+
+
+def rows_of(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The journal's rows that are objects with a whole number for a step, in the order they stand."""
+    rows = metrics.get("steps")
+    if not isinstance(rows, list):
+        return []
+    return [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+
+
+def check_steps(metrics: Mapping[str, Any]) -> str:
+    """Every optimizer step from 1 to the recipe's last exactly once and in order. Raises Failed."""
+    total = recipe_of(metrics)["steps"]
+    rows = rows_of(metrics)
+    problems = []
+    listed = metrics.get("steps")
+    if not isinstance(listed, list) or len(rows) != len(listed):
+        problems.append("a row of steps is no object with a whole number for its step")
+    numbers = [row["step"] for row in rows]
+    counts = Counter(numbers)
+    missing = [step for step in range(1, total + 1) if step not in counts]
+    extra = sorted(step for step in counts if not 1 <= step <= total)
+    doubled = sorted(step for step, count in counts.items() if count > 1)
+    if missing:
+        problems.append(f"missing step {spans(missing)} of {total}")
+    if extra:
+        problems.append(f"extra step {spans(extra)}: the recipe has {total}")
+    if doubled:
+        problems.append(f"duplicate step {spans(doubled)}")
+    if not problems and numbers != sorted(numbers):
+        late = next(step for step, before in zip(numbers[1:], numbers, strict=False) if step < before)
+        problems.append(f"step {late} is out of order")
+    require(problems)
+    return f"steps 1 to {total}, each exactly once"
+
+
+def check_scalars(metrics: Mapping[str, Any]) -> str:
+    """Every scalar of every step finite and positive, the learning rate the recipe's. Raises Failed."""
+    rate = float(recipe_of(metrics)["learning_rate"])
+    problems = []
+    rows = rows_of(metrics)
+    for row in rows:
+        for name in SCALARS:
+            value = number(row.get(name))
+            if value is None:
+                problems.append(f"step {row['step']}: {name} is {row.get(name)!r}, no number")
+            elif not math.isfinite(value):
+                problems.append(f"step {row['step']}: {name} is not finite ({value})")
+            elif value <= 0:
+                problems.append(f"step {row['step']}: {name} is not positive ({value!r})")
+            elif name == "learning_rate" and value != rate:
+                problems.append(f"step {row['step']}: learning_rate is {value!r}, the recipe's is {rate!r}")
+    if not rows:
+        problems.append("there are no steps")
+    require(problems)
+    return f"{len(rows) * len(SCALARS)} values finite and positive, learning rate {rate!r}"
+
+
+def check_learning(metrics: Mapping[str, Any]) -> str:
+    """The loss fell, in training and on the held-out samples. Raises Failed.
+
+    Momentum makes the loss swing, so it is the median of the last quarter of the steps that must lie below
+    the first.
+    """
+    problems = []
+    losses = [number(row.get("loss")) or math.nan for row in rows_of(metrics)]
+    held_out = metrics.get("held_out")
+    initial, final = (
+        number(held_out.get(name)) if isinstance(held_out, dict) else None for name in ("initial_loss", "final_loss")
+    )
+    if len(losses) < 2:
+        problems.append("fewer than two steps: no learning can be seen")
+    else:
+        last = median(losses[-max(1, len(losses) // 4) :])
+        if not last < losses[0]:
+            problems.append(f"no learning: the loss went from {losses[0]!r} to {last!r}")
+    if initial is None or final is None or not 0 < final < math.inf:
+        problems.append(f"held_out holds no two losses: {held_out!r}")
+    elif not final < initial:
+        problems.append(f"no learning: the held-out loss went from {initial!r} to {final!r}")
+    require(problems)
+    return f"loss {losses[0]:.6g} to {losses[-1]:.6g}, held out {initial:.6g} to {final:.6g}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Whole numbers in rising order as ``3, 5-8``."""
+    runs: list[list[int]] = []
+    for value in numbers:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:20]]
+    return ", ".join(shown) + (", ..." if len(runs) > 20 else "")

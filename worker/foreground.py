@@ -1,0 +1,93 @@
+"""`make stack`: the embedded stack in the foreground, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from worker.home import Home
+from worker.services import worker_service
+from worker.settings import Settings
+from worker.stack import MakeWorker, Stack, StackError
+
+
+async def run_stack(settings: Settings, make_worker: MakeWorker = worker_service) -> int:
+    """Run the stack until SIGINT or SIGTERM; returns the exit status. Raises what `Stack.start` raises."""
+    stack = Stack(Home(settings.home), settings, say, make_worker)
+    asked = asyncio.Event()
+    presses = 0
+
+    def on_signal() -> None:
+        nonlocal presses
+        presses += 1
+        asked.set()
+        if presses == 2:
+            say(f"still stopping: {stack.stopping_now()}. Once more ends everything at once (its state is on disk)")
+        elif presses > 2:
+            stack.hurry()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+
+    starting = asyncio.create_task(stack.start())
+    stop_asked = asyncio.create_task(asked.wait())
+    await asyncio.wait({starting, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        say("stopping before everything was up")
+        starting.cancel()
+        await asyncio.wait({starting})
+        return 130
+    starting.result()
+
+    addresses = stack.addresses
+    home = Home(settings.home)
+    print(
+        f"\n  Temporal   {addresses.temporal}   UI {addresses.ui}\n"
+        f"  S3         {addresses.s3}   bucket lanyard\n"
+        f"  logs       {home.logs}\n"
+        f"\nIn another shell:  . {home.env}\n"
+        "then:  temporal workflow start --type GuardedTrain --task-queue ray-train --workflow-id NAME "
+        "--input-file examples/local.json\n"
+        "Ctrl-C here stops all of it.\n",
+        flush=True,
+    )
+    waiting: set[asyncio.Future[Any]] = {stop_asked, stack.failed}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if presses:
+        say("stopping: worker, then S3, then Temporal")
+    await tell_open_runs(addresses.temporal)
+    await stack.stop()
+    stop_asked.cancel()
+    if stack.failed.done():
+        raise StackError(stack.failed.result())
+    say("stopped")
+    return 0
+
+
+async def tell_open_runs(address: str) -> None:
+    """Say which runs are left open when the services stop, because their hosts live on for as long as their lease."""
+    try:
+        async with asyncio.timeout(5):
+            client = await Client.connect(address)
+            count = await client.count_workflows(
+                "WorkflowType = 'Custody' AND ExecutionStatus = 'Running'", rpc_timeout=timedelta(seconds=3)
+            )
+    except (RPCError, RuntimeError, TimeoutError):
+        return  # a farewell, not a check
+    if count.count:
+        say(
+            f"{count.count} run(s) are not finished: they go on when the stack is started again; until then their "
+            "hosts run on, and stop by themselves when their lease runs out"
+        )
+
+
+def say(line: str) -> None:
+    """One line of the stack's own."""
+    print(f"stack: {line}", file=sys.stdout, flush=True)

@@ -1,0 +1,235 @@
+"""Custody: holds a run's claims, and releases them however the run ends.
+
+A run starts its custody first, as a child that the server cancels when the run closes. A claim is an Update that the
+mutating activity sends right before it touches anything; once release began, no claim is accepted. Release begins on
+whichever comes first: the run asks, the run closes, the keeper sees that exact run closed, or custody's own deadline
+passes. It ends when the absence of everything claimed was proved twice, for as long as that takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, ApplicationError, FailureError
+
+with workflow.unsafe.imports_passed_through():
+    from workflows import presentation, timeouts
+    from workflows.activity_names import KEEP, RELEASE, REPORT_UNSPOKEN
+    from workflows.evidence import (
+        Claim,
+        CustodyOrder,
+        KeepOrder,
+        Release,
+        ReleaseOrder,
+        RunClosed,
+        UnspokenOrder,
+    )
+    from workflows.policy import KEEPER_GRACE_S
+    from workflows.stories import outlive
+
+
+@workflow.defn(name="Custody")
+class Custody:
+    """No run timeout and no failure exception types: a bug here waits for a fix, it does not close."""
+
+    @workflow.init
+    def __init__(self, order: CustodyOrder) -> None:
+        self._order = order
+        self._claims: dict[str, Claim] = {}
+        self._deadline = order.deadline
+        self._due: str | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._record: Release | None = None
+        self._struggle = ""
+
+    @workflow.run
+    async def run(self, order: CustodyOrder) -> Release:
+        workflow.upsert_memo({"deadline": self._deadline})
+        self._show()
+        await self._until_release_is_due()
+        self._record = await outlive(asyncio.create_task(self._release()), self._note_cancel)
+        await outlive(asyncio.create_task(self._see_the_run_close(self._record)), self._note_cancel)
+        await workflow.wait_condition(workflow.all_handlers_finished)
+        return self._record
+
+    # What the outside may say and ask
+
+    @workflow.update
+    async def claim(self, claim: Claim) -> Claim:
+        """Write a claim down. Claiming the same thing again only moves `may_appear_until`."""
+        until = workflow.time() + claim.send_window_s + claim.longest_request_s
+        held = claim.model_copy(update={"may_appear_until": until})
+        self._claims[claim.id] = held
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+        self._show()
+        return held
+
+    @claim.validator
+    def _may_claim(self, claim: Claim) -> None:
+        if self._due is not None:
+            raise ApplicationError(
+                f"custody is releasing ({self._due}); nothing may be touched any more", type="ClaimRefused"
+            )
+        if claim.run_id != self._order.identity.run_id:
+            raise ApplicationError(
+                "custody guards another run of this workflow id (reset after release; start again with resume)",
+                type="ClaimRefused",
+            )
+
+    @workflow.signal
+    def release(self, reason: str) -> None:
+        """The run is done with everything it claimed."""
+        self._due = self._due or reason
+
+    @workflow.signal
+    def move_deadline(self, deadline: float) -> None:
+        """`extend` on the run moves custody's deadline too. Ignored once release began."""
+        if self._due is None:
+            self._deadline = deadline
+            workflow.upsert_memo({"deadline": deadline})
+
+    @workflow.query
+    def claims(self) -> list[Claim]:
+        return list(self._claims.values())
+
+    @workflow.query
+    def state(self) -> dict[str, Any]:
+        """`held`, `releasing` or the final word, with the reason and what struggles."""
+        return {
+            "state": self._record.cleanup if self._record else ("releasing" if self._due else "held"),
+            "reason": self._due,
+            "deadline": self._deadline,
+            "struggle": self._struggle,
+        }
+
+    # The three rings' first: the saga
+
+    async def _until_release_is_due(self) -> None:
+        while self._due is None:
+            deadline = self._deadline
+            if deadline <= workflow.time():
+                self._due = "custody's own deadline passed"
+                return
+            try:
+                await workflow.wait_condition(
+                    lambda moved_from=deadline: self._due is not None or self._deadline != moved_from,  # type: ignore[misc]
+                    timeout=deadline - workflow.time(),
+                    timeout_summary="custody's own deadline",
+                )
+            except TimeoutError:
+                continue
+            except asyncio.CancelledError:
+                self._note_cancel()
+
+    def _note_cancel(self) -> None:
+        self._due = self._due or "the run closed, or custody was cancelled"
+
+    async def _keep(self) -> None:
+        """Renew the lease from the first claim on, and notice when the exact run closes."""
+        closed = await self._watch_run(renew=True)
+        self._due = self._due or f"the run closed ({closed.status})"
+
+    async def _watch_run(self, *, renew: bool) -> RunClosed:
+        closed: RunClosed = await workflow.execute_activity(
+            KEEP,
+            KeepOrder(identity=self._order.identity, lease_s=self._order.hosts.lease_s, renew=renew),
+            result_type=RunClosed,
+            task_queue=timeouts.WATCH_QUEUE,
+            start_to_close_timeout=timeouts.LONG,
+            heartbeat_timeout=timeouts.HEARTBEAT,
+            retry_policy=timeouts.KEEPER,
+            summary="keep the lease; notice when the run closes" if renew else "see how the run closes",
+        )
+        return closed
+
+    async def _release(self) -> Release:
+        if self._keeper:
+            self._keeper.cancel()
+        began = workflow.time()
+        self._show()
+        if not self._claims:
+            record = presentation.nothing_claimed(self._order.identity.run_key, self._due or "", began)
+        else:
+            order = ReleaseOrder(
+                identity=self._order.identity,
+                hosts=self._order.hosts,
+                claims=tuple(self._claims.values()),
+                reason=self._due or "",
+                began=began,
+            )
+            try:
+                record = await self._release_activity(order, timeouts.RELEASE_FIRST, "release everything claimed")
+            except ActivityError as failed:
+                self._struggle = presentation.first_line(failed.cause or failed)
+                self._show()
+                record = await self._release_activity(
+                    order, timeouts.RELEASE_FOR_EVER, f"still releasing: {self._struggle}"[:200]
+                )
+                self._struggle = ""
+        self._record = record
+        self._show()
+        await self._tell_the_run(record)
+        return record
+
+    async def _release_activity(self, order: ReleaseOrder, retry: Any, summary: str) -> Release:
+        record: Release = await workflow.execute_activity(
+            RELEASE,
+            order,
+            result_type=Release,
+            task_queue=timeouts.RELEASE_QUEUE,
+            start_to_close_timeout=timeouts.RELEASE_ATTEMPT,
+            heartbeat_timeout=timeouts.HEARTBEAT,
+            retry_policy=retry,
+            summary=summary,
+        )
+        return record
+
+    async def _tell_the_run(self, record: Release) -> None:
+        """The run may be closed, or another run may have its id: then nobody listens, and that is fine."""
+        try:
+            await workflow.get_external_workflow_handle(self._order.identity.workflow_id).signal("released", record)
+        except FailureError:
+            workflow.logger.info("the run closed before custody could tell it of its release")
+
+    async def _see_the_run_close(self, record: Release) -> None:
+        """A run that was terminated or timed out cannot write its report: custody does."""
+        watching = asyncio.create_task(self._watch_run(renew=False))
+        wait = max(self._deadline - workflow.time(), 0.0) + KEEPER_GRACE_S
+        try:
+            await workflow.wait_condition(
+                watching.done, timeout=timedelta(seconds=wait), timeout_summary="for the run to close by itself"
+            )
+        except TimeoutError:
+            watching.cancel()
+            return
+        status = watching.result().status
+        if status not in ("terminated", "timed_out"):
+            return
+        try:
+            await workflow.execute_activity(
+                REPORT_UNSPOKEN,
+                UnspokenOrder(identity=self._order.identity, hosts=self._order.hosts, status=status, release=record),
+                task_queue=timeouts.RELEASE_QUEUE,
+                start_to_close_timeout=timeouts.REPORT,
+                heartbeat_timeout=timeouts.HEARTBEAT,
+                retry_policy=timeouts.FEW,
+                summary=f"write the report of a run that was {status.replace('_', ' ')}",
+            )
+        except ActivityError as failed:
+            workflow.logger.warning("the report could not be written: %s", presentation.first_line(failed))
+
+    def _show(self) -> None:
+        state = self._record.cleanup if self._record else ("releasing" if self._due else "held")
+        workflow.set_current_details(
+            presentation.custody_details(
+                self._order, tuple(self._claims.values()), state, self._due, self._struggle, self._record
+            )
+        )
+        presentation.show_attributes(
+            self._order.search_attributes,
+            {"LanyardCleanup": state, "LanyardRunKey": self._order.identity.run_key},
+        )

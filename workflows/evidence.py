@@ -1,0 +1,388 @@
+"""What crosses a boundary: orders given to activities, and the facts they bring back.
+
+Every model is frozen and carries no secret. Times are POSIX seconds (float, UTC) unless a name ends in `_s` (a
+duration in seconds).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from workflows.spec import RunSpec
+
+
+class Frozen(BaseModel):
+    """A value that crosses a boundary: immutable, and unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Identity(Frozen):
+    """Who a run is. Everything a run creates is named from `run_key` (see `workflows.names`)."""
+
+    workflow_id: str
+    run_id: str
+    original_run_id: str
+    run_key: str
+    custody_id: str
+    deployment: str
+    storage: str
+    """The run's own root: `<storage.uri>/<run_key>`."""
+
+
+ClaimKind = Literal["cluster", "service", "job"]
+
+
+class Claim(Frozen):
+    """The identity of one outside resource, written down in custody before it is touched."""
+
+    kind: ClaimKind
+    name: str
+    """The exact id at the provider: cluster name, service task id, job submission id."""
+    provider: str
+    context: str
+    """Where the name means something (machine and user, kube context, endpoint). Compared again at release."""
+    run_id: str
+    """The exact run that asks. Custody guards one run and refuses the claims of any other (a reset run's)."""
+    holder: str
+    """The worker that made it (for people; nothing is decided on it)."""
+    send_window_s: float
+    """The claimant sends nothing later than this after it asked for the claim."""
+    longest_request_s: float
+    """The longest the provider may take to act on a request it has already received."""
+    may_appear_until: float = 0.0
+    """Set by custody on its own clock: a proof of absence before this is not final."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+class Deployment(Frozen):
+    """What the first activity found out about the place the run is operated from; recorded once in history."""
+
+    deployment: str
+    search_attributes: tuple[str, ...]
+    secret_fingerprint: str
+    application_source: str
+    """SHA-256 of the trainer source that this run delivers."""
+
+
+class HostsOrder(Frozen):
+    """Which hosts a run needs. The same order is given to launch, prove, release and the proof of absence."""
+
+    identity: Identity
+    provider: str
+    count: int
+    device: Literal["cpu", "cuda"]
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The provider's own part of `hosts` in run.json."""
+    lease_s: float
+    not_after_s: float
+    """Hard end of every hosting service, counted from its start."""
+
+
+class HostFacts(Frozen):
+    """One host, as it described itself in its preparation receipt."""
+
+    index: int
+    role: Literal["head", "worker"]
+    address: str
+    node_id: str
+    host_fingerprint: str
+    hostname: str
+    versions: dict[str, str]
+    environment: str
+
+
+class Hosts(Frozen):
+    """Hosts that are all up and have each proved themselves."""
+
+    provider: str
+    context: str
+    cluster: str
+    hosts: tuple[HostFacts, ...]
+
+
+class JobOrder(Frozen):
+    """One native Ray Job. `order` is the non-secret JSON that the application reads from LANYARD_JOB."""
+
+    identity: Identity
+    hosts: HostsOrder
+    submission_id: str
+    train_name: str
+    entrypoint: str
+    working_dir: str | None = None
+    order: dict[str, Any]
+
+
+class PreflightOrder(Frozen):
+    """Try everything that can fail before anything is paid for."""
+
+    identity: Identity
+    spec: RunSpec
+    hosts: HostsOrder
+
+
+class ResumePoint(Frozen):
+    """The commit of an earlier run from which this one starts; it was loaded before it was named."""
+
+    source: str
+    checkpoint: str
+    step: int
+
+
+class Cleared(Frozen):
+    """What preflight found."""
+
+    conditional_writes: bool
+    """Whether the storage honours If-None-Match; where it does not, a lost race is found by reading back."""
+    price_per_hour: float
+    plan: str
+    resume: ResumePoint | None = None
+
+
+class SubmittedJob(Frozen):
+    submission_id: str
+    adopted: bool
+    """True when the submission id existed already (a lost answer), and was adopted."""
+
+
+class Commit(Frozen):
+    """A checkpoint that Ray Train itself reports COMMITTED."""
+
+    checkpoint: str
+    """Directory name, `checkpoint_…`."""
+    step: int
+    loss: float | None = None
+    index: int
+    """Ray's report index at that commit."""
+
+
+WatchEnd = Literal["milestone", "finished", "failed", "stalled", "lost"]
+
+
+class WatchOrder(Frozen):
+    """Watch one job until something the run must decide on."""
+
+    job: JobOrder
+    steps: int
+    stall_s: float
+    milestones: tuple[int, ...]
+    """Committed steps at which the watch returns, ascending."""
+    seen: Commit | None = None
+
+
+class WatchResult(Frozen):
+    end: WatchEnd
+    commit: Commit | None
+    """The last commit seen."""
+    job_status: str
+    message: str = ""
+    diagnosis: str = ""
+    at: float
+
+
+class Victim(Frozen):
+    """The one training worker to kill: chosen once, recorded, then struck exactly."""
+
+    rank: int
+    node_id: str
+    address: str
+    attempt: int
+    pid: int
+    start_time: int
+    """Clock ticks since boot: /proc/<pid>/stat, field 22."""
+    boot_id: str
+    commit: Commit
+
+
+class DrillOrder(Frozen):
+    """Choose a victim of this job after `commit`; with `victim`, strike exactly that."""
+
+    job: JobOrder
+    commit: Commit
+    victim: Victim | None = None
+
+
+class Strike(Frozen):
+    outcome: Literal["killed", "already_gone"]
+    at: float
+    """When the signal was sent, on the struck host's clock."""
+    helper: str
+
+
+class ProofOrder(Frozen):
+    """Prove from evidence in storage where ranks ran and, after a drill, that training resumed exactly."""
+
+    identity: Identity
+    world_size: int
+    victim: Victim | None
+    strike: Strike | None
+    parity: bool
+
+
+class Recovery(Frozen):
+    """The proof of a drill, from evidence alone."""
+
+    proved: bool
+    problems: tuple[str, ...]
+    committed_step: int
+    resumed_step: int | None
+    first_steps: dict[str, int]
+    attempts: int
+    seconds_to_resume: float | None
+    model_sha256: str | None
+    momentum_sha256: str | None
+    parity: Literal["equal", "different", "not_asked"] = "not_asked"
+
+
+class Placement(Frozen):
+    """Where every rank really ran, by its own evidence."""
+
+    ranks: tuple[dict[str, Any], ...]
+    distinct_hosts: int
+    distinct_nodes: int
+    distinct_devices: int
+
+
+class Proof(Frozen):
+    placement: Placement
+    recovery: Recovery | None
+
+
+class RecordsOrder(Frozen):
+    """Save the logs and the native status of these jobs, before their hosts go."""
+
+    hosts: HostsOrder
+    submissions: tuple[str, ...]
+
+
+class VerifyOrder(Frozen):
+    """Verify the artifacts again, from storage alone."""
+
+    identity: Identity
+    submission_id: str
+    distinct_hosts: bool
+    distinct_devices: bool
+
+
+class Check(Frozen):
+    name: str
+    ok: bool
+    detail: str
+
+
+class Artifacts(Frozen):
+    """What verification after teardown found, from storage alone."""
+
+    ok: bool
+    submission_id: str
+    checks: tuple[Check, ...]
+    figures: dict[str, Any]
+
+
+class StepTaken(Frozen):
+    """One step of a release: what was tried on which claim, and how it went."""
+
+    claim: str
+    action: str
+    ok: bool
+    detail: str
+    seconds: float
+
+
+class Release(Frozen):
+    """Custody's word on cleanup. `clean` only when absence was proved twice for every claim."""
+
+    run_key: str
+    cleanup: Literal["clean", "releasing", "unproved"]
+    reason: str
+    claims: tuple[Claim, ...]
+    steps: tuple[StepTaken, ...]
+    remaining: tuple[str, ...]
+    began: float
+    ended: float | None
+
+
+class CustodyOrder(Frozen):
+    """What custody guards. Starts with nothing claimed."""
+
+    identity: Identity
+    hosts: HostsOrder
+    deadline: float
+    """Absolute; `extend` moves it. Release begins then at the latest, also when the run is stuck."""
+    search_attributes: tuple[str, ...] = ()
+
+
+class KeepOrder(Frozen):
+    """Watch one exact run until it closes; while `renew`, keep its lease alive."""
+
+    identity: Identity
+    lease_s: float
+    renew: bool
+
+
+RunStatus = Literal["completed", "failed", "canceled", "terminated", "timed_out", "continued_as_new", "gone"]
+
+
+class RunClosed(Frozen):
+    status: RunStatus
+
+
+class ReleaseOrder(Frozen):
+    """Release these claims, last first, and prove each absent twice."""
+
+    identity: Identity
+    hosts: HostsOrder
+    claims: tuple[Claim, ...]
+    reason: str
+    began: float
+
+
+class UnspokenOrder(Frozen):
+    """Write the report of a run that could not: it was terminated, or its execution timed out."""
+
+    identity: Identity
+    hosts: HostsOrder
+    status: Literal["terminated", "timed_out"]
+    release: Release
+
+
+class Phase(Frozen):
+    name: str
+    started: float
+    ended: float | None = None
+    note: str = ""
+
+
+Outcome = Literal["succeeded", "failed", "rejected", "aborted", "cancelled", "terminated", "timed_out"]
+
+
+class Verdict(Frozen):
+    """The result of a run. `outcome` and `cleanup` never overwrite each other."""
+
+    schema_version: int = 1
+    outcome: Outcome
+    cleanup: Literal["clean", "releasing", "unproved"]
+    message: str
+    run_key: str
+    storage: str | None
+    workflow_id: str
+    run_id: str
+    steps: int | None = None
+    phases: tuple[Phase, ...] = ()
+    hosts: Hosts | None = None
+    commits: tuple[Commit, ...] = ()
+    victim: Victim | None = None
+    strike: Strike | None = None
+    drill: Recovery | None = None
+    artifacts: Artifacts | None = None
+    placement: Placement | None = None
+    release: Release | None = None
+    resumed: ResumePoint | None = None
+    resume_from: str | None = None
+    not_proved: tuple[str, ...] = ()
+    versions: dict[str, str] = Field(default_factory=dict)

@@ -1,0 +1,58 @@
+"""Pure decisions. No clock, no I/O: everything they look at is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from workflows.evidence import Commit
+
+MILESTONES = 8
+"""How often a watch returns by progress alone. Bounds the history whatever a run's length (design: at most 20)."""
+
+KEEPER_GRACE_S = 120.0
+"""How long custody waits, after it released, for the run to close before it closes itself."""
+
+
+def milestones(steps: int, interval: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+    """Committed steps at which the watch returns: about every 1/8 of the run, and each of `wanted`.
+
+    Only commits can be milestones, so each is rounded up to a multiple of `interval`; the last step is left out,
+    because the end of the job is reported by itself.
+    """
+    marks = {min(steps, -(-steps * k // MILESTONES // interval) * interval) for k in range(1, MILESTONES)}
+    return tuple(sorted(m for m in marks | set(wanted) if 0 < m < steps))
+
+
+def next_milestones(marks: Sequence[int], commit: Commit | None) -> tuple[int, ...]:
+    """The milestones that are still ahead."""
+    done = commit.step if commit else 0
+    return tuple(m for m in marks if m > done)
+
+
+def lease_renewal_s(lease_s: float) -> float:
+    """How often the keeper renews a lease: often enough that twenty renewals may be lost, at most once in 5 s."""
+    return min(60.0, max(5.0, lease_s / 20))
+
+
+def custody_deadline(now: float, run_s: float, teardown_s: float) -> float:
+    """Custody's own absolute deadline: the run's limit and its teardown, counted from the run's start."""
+    return now + run_s + teardown_s
+
+
+def not_proved(distinct_hosts: int, distinct_nodes: int, world_size: int, workload: str) -> tuple[str, ...]:
+    """What a run did not prove, in plain words; the reader must not have to infer it."""
+    said = []
+    if distinct_hosts < world_size:
+        said.append(
+            f"multi-node: {world_size} ranks ran on {distinct_hosts} physical host(s) "
+            f"({distinct_nodes} Ray node(s)); separate machines were not shown"
+        )
+    if workload == "regression":
+        said.append("model quality: a synthetic regression proves execution and recovery, nothing about a policy")
+    return tuple(said)
+
+
+def poll_s(between_commits_s: float | None) -> float:
+    """How long a watch waits between two looks at the commit record: a twentieth of the time between commits, so
+    that a commit is seen soon after it was written, and a slow training is not asked for nothing."""
+    return 0.4 if between_commits_s is None else min(1.5, max(0.4, between_commits_s / 20))
