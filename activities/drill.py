@@ -13,7 +13,7 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
 from activities.checkpoints import committed
-from activities.custody import claim
+from activities.custody import claimed
 from activities.heartbeat import beating
 from activities.hosts.reach import Providers, reach
 from activities.jobs import Jobs, JobsError
@@ -75,8 +75,8 @@ class Drill:
             beating(note=f"striking rank {victim.rank}, pid {victim.pid}") as heart,
             reach(self._providers, job.hosts) as endpoint,
             Jobs.at(endpoint) as jobs,
+            claimed(self._client, job.identity, self._submission.job_claim(job.hosts, helper)) as permit,
         ):
-            permit = await claim(self._client, job.identity, self._submission.job_claim(job.hosts, helper))
             if await jobs.info(helper) is None:
                 permit.check()
                 try:
@@ -95,7 +95,7 @@ class Drill:
                     raise ApplicationError(f"the strike's helper job {helper} did not end in {HELPER_S:.0f} s")
                 heart.say(helper=info.status if info else "unknown")
                 await asyncio.sleep(0.3)
-            return _answer(await jobs.logs(helper), helper, info.message)
+            return _answer(await jobs.log_on(victim.node_id, helper), helper, info.message)
 
     async def _read(self, uri: str) -> dict[str, Any]:
         got = await self._storage.get(uri)
@@ -132,8 +132,8 @@ print("{mark}" + json.dumps(dict(outcome=outcome, at=time.time())))
 
 def _answer(log: str, helper: str, message: str) -> Strike:
     for line in reversed(log.splitlines()):
-        if line.startswith(_RESULT):
-            told = json.loads(line[len(_RESULT) :])
+        if _RESULT in line:
+            told = json.loads(line.partition(_RESULT)[2])
             return Strike(outcome=told["outcome"], at=told["at"], helper=helper)
     raise ApplicationError(
         f"the strike's helper job {helper} gave no answer: {message[-300:]}", type="NoStrike", non_retryable=True

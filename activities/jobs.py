@@ -47,6 +47,8 @@ class Endpoint:
 @dataclass(frozen=True)
 class JobInfo:
     status: str
+    ray_job_id: str | None
+    """The driver's own id in Ray's state; None for an entrypoint that never connected."""
     message: str
     entrypoint: str
     metadata: dict[str, str]
@@ -155,6 +157,7 @@ class Jobs:
         told = answer.json()
         return JobInfo(
             status=str(told["status"]),
+            ray_job_id=told.get("job_id") if told.get("driver_info") else None,
             message=str(told.get("message") or ""),
             entrypoint=str(told.get("entrypoint") or ""),
             metadata=told.get("metadata") or {},
@@ -169,6 +172,13 @@ class Jobs:
         """The driver's log, its end if it is long; empty when there is none."""
         answer = await self._ask("GET", f"/api/jobs/{submission_id}/logs", missing_ok=True)
         return "" if answer is None else str(answer.json().get("logs") or "")[-MAX_LOG:]
+
+    async def log_on(self, node_id: str, submission_id: str) -> str:
+        """The log of a job whose entrypoint ran on that node: the Jobs API reads the head's files only."""
+        asked = {"node_id": node_id, "filename": f"job-driver-{submission_id}.log", "lines": "200"}
+        answer = await self._ask("GET", "/api/v0/logs/file", params=asked)
+        assert answer is not None
+        return answer.text
 
     async def stop(self, submission_id: str) -> None:
         """Ask for a stop. True or False, the answer proves nothing (ray #58353): watch `info`."""
@@ -208,23 +218,19 @@ class Jobs:
         """Nodes that are ALIVE, by node id (dead ones stay in cluster status; here they are told apart)."""
         return {str(n["node_id"]): n for n in await self.state("nodes") if n.get("state") == "ALIVE"}
 
-    async def remains(self, submission_id: str) -> list[str]:
-        """What a terminal job left: actors not DEAD and placement groups not REMOVED, each named.
+    async def remains(self, submission_id: str, ray_job_id: str | None) -> list[str]:
+        """What a terminal job left: its actors that are not DEAD and its placement groups that are not REMOVED.
 
-        A helper job's supervisor is an actor too. Train's detached placement-group cleaner must be gone before a
-        release is a release (ray #62753, #61689). Everything on a run's cluster belongs to the run.
+        Train's detached placement-group cleaner carries the job's runtime environment like every other actor of the
+        job, and must be gone before a release is a release (ray #62753, #61689).
         """
-        actors = [
-            f"actor {a.get('class_name')} {a.get('actor_id')} {a.get('state')}"
-            for a in await self.state("actors")
-            if a.get("state") != "DEAD" and submission_id in _traces(a)
+        actors = [a for a in await self.state("actors") if submission_id in _traces(a) or a["job_id"] == ray_job_id]
+        drivers = {ray_job_id, *(a["job_id"] for a in actors if "JobSupervisor" not in str(a.get("class_name")))}
+        groups = [g for g in await self.state("placement_groups") if g.get("creator_job_id") in drivers]
+        return [
+            *(f"actor {a['class_name']} {a['actor_id']} {a['state']}" for a in actors if a["state"] != "DEAD"),
+            *(f"placement group {g['placement_group_id']} {g['state']}" for g in groups if g["state"] != "REMOVED"),
         ]
-        groups = [
-            f"placement group {g.get('placement_group_id')} {g.get('state')}"
-            for g in await self.state("placement_groups")
-            if g.get("state") != "REMOVED"
-        ]
-        return actors + groups
 
     async def _ask(self, method: str, path: str, *, missing_ok: bool = False, **args: Any) -> httpx.Response | None:
         try:
@@ -242,4 +248,4 @@ class Jobs:
 
 
 def _traces(actor: dict[str, Any]) -> str:
-    return json.dumps([actor.get("name"), actor.get("serialized_runtime_env"), actor.get("job_id")])
+    return json.dumps([actor.get("name"), actor.get("serialized_runtime_env")])

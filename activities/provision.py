@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from concurrent.futures import Executor
 from typing import Final
 
@@ -10,7 +11,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from activities.custody import Permit, claim
+from activities.custody import claimed
 from activities.heartbeat import Heart, beating, in_thread
 from activities.hosts import HostsFailed, HostsNotReady, Progress
 from activities.hosts.reach import Providers
@@ -31,15 +32,12 @@ class Provision:
     async def launch_hosts(self, order: HostsOrder) -> None:
         """Claim everything that launching touches, then create or adopt it by its exact name."""
         provider = self._providers.of(order)
-        async with beating(note=f"claiming {order.count} {order.provider} hosts") as heart:
-            permits = [await claim(self._client, order.identity, wanted) for wanted in provider.claims(order)]
-
-            def may_send() -> None:
-                for permit in permits:
-                    Permit.check(permit)
-
+        async with (
+            beating(note=f"claiming {order.count} {order.provider} hosts") as heart,
+            claimed(self._client, order.identity, *provider.claims(order)) as permit,
+        ):
             try:
-                await in_thread(self._threads, provider.launch, order, may_send, _progress(heart))
+                await in_thread(self._threads, provider.launch, order, permit.check, _progress(heart))
             except HostsFailed as error:
                 raise ApplicationError(str(error), type="HostsFailed", non_retryable=True) from error
 
@@ -61,9 +59,9 @@ class Provision:
 
 def _progress(heart: Heart) -> Progress:
     """Progress from a thread: handed to the loop, because a heartbeat belongs to the activity's own context."""
-    loop = asyncio.get_running_loop()
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
 
     def say(note: str) -> None:
-        loop.call_soon_threadsafe(lambda: heart.say(note=note))
+        loop.call_soon_threadsafe(lambda: heart.say(note=note), context=context)
 
     return say

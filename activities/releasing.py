@@ -84,7 +84,7 @@ class Releasing:
             if info is None:
                 return "the cluster knows no such job"
             deadline = time.monotonic() + REMAINS_S
-            while left := await jobs.remains(claim.name):
+            while left := await jobs.remains(claim.name, info.ray_job_id):
                 if time.monotonic() > deadline:
                     raise JobsError(f"{info.status}, but left {'; '.join(left[:3])}")
                 await asyncio.sleep(0.3)

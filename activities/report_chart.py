@@ -10,11 +10,14 @@ from typing import Final, Literal
 
 from activities.report_material import thin
 
-LOG_FROM: Final = 20.0
+LOG_FROM: Final = 10.0
 """A loss that falls by more than this factor is drawn on a logarithmic axis: a linear one would show a flat line."""
 MAX_DOTS: Final = 80
 """Commits are drawn as dots on the curve up to this many, and as ticks below it beyond."""
 MAX_TICKS: Final = 400
+
+HUGE: Final = 1e300
+"""Losses are drawn as if no larger, and on a logarithmic axis only above 1/HUGE: within, no difference overflows."""
 
 MarkKind = Literal["kill", "resume"]
 
@@ -87,11 +90,12 @@ def loss_chart(
     """A chart of `points` ([step, loss], by step) with commits (step, loss) and marks; None without points."""
     if not points:
         return None
-    left, right, top, bottom = 58.0, width - 14.0, 20.0 + 16.0 * len(marks), height - 40.0
+    points = [[step, min(max(loss, -HUGE), HUGE)] for step, loss in points]
+    left, right, top, bottom = 58.0, width - 28.0, 20.0 + 16.0 * len(marks), height - 40.0
     steps = [p[0] for p in points] + [c[0] for c in commits] + [m.step for m in marks]
     losses = [p[1] for p in points]
     lowest, highest = min(losses), max(losses)
-    log = lowest > 0 and highest / lowest > LOG_FROM
+    log = lowest > 1 / HUGE and highest / lowest > LOG_FROM
     x_low, x_high = _room(min(steps), max(steps), 1.0)
     y_low, y_high = _log_room(lowest, highest) if log else _linear_room(lowest, highest)
 

@@ -88,7 +88,7 @@ def view(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def short(text: Any, length: int = 10) -> str:
+def short(text: Any, length: int = 8) -> str:
     """The beginning of a long identifier."""
     told = "" if text is None else str(text)
     return told if len(told) <= length + 2 else told[:length] + "…"
@@ -180,6 +180,7 @@ def _total(phases: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
     """What the person does next: a sentence each, some with a line to copy."""
     said = []
+    last = max((c["step"] for c in report["material"]["commits"] if c["train"] == MAIN), default=None)
     custody = custody_id(report["run_key"])
     if cleanup != "clean":
         said.append(
@@ -196,13 +197,20 @@ def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
                 "code": f"python -m trainer.inspect_results {report['storage']}",
             }
         )
+    elif report["resume_from"] and last is not None and report["steps"] and last >= report["steps"]:
+        said.append(
+            {
+                "text": "Every step was trained and committed, so there is nothing left to go on with: mend what is "
+                "said above and start again. What lies in storage can be checked:",
+                "code": f"python -m trainer.inspect_results {report['storage']}",
+            }
+        )
     elif report["resume_from"]:
-        last = max((c["step"] for c in report["material"]["commits"] if c["train"] == MAIN), default=None)
         where = f" (step {last:,})" if last is not None else ""
         said.append(
             {
-                "text": f"Nothing trained is lost: go on from the last commit{where}. Add this to run.json and start "
-                "it under a new workflow id:",
+                "text": f"What was committed is kept: go on from the last commit{where}. Add this to run.json and "
+                "start it under a new workflow id:",
                 "code": '"resume": ' + json.dumps({"from": report["resume_from"]}),
             }
         )

@@ -153,10 +153,10 @@ def _phases(silent: Verdict, found: Found) -> tuple[Phase, ...]:
     ends = [a["started"] for a in attempts[1:]] + [release.began if release else None]
     phases = [
         Phase(
-            name=f"{a['train']}, attempt {a['attempt']}",
+            name=f"{'training' if a['train'] == MAIN else a['train']}, attempt {a['attempt']}",
             started=a["started"],
             ended=a["final_at"] or (max(end, a["started"]) if end is not None else None),
-            note="" if a["final_at"] else "when it really ended is not known",
+            note="" if a["final_at"] else "its own end is not recorded",
         )
         for a, end in zip(attempts, ends, strict=False)
     ]

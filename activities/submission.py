@@ -10,7 +10,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from activities.custody import claim, holder
+from activities.custody import claimed, holder
 from activities.heartbeat import beating
 from activities.hosts.reach import Providers, reach
 from activities.jobs import REQUEST_S, Jobs, JobsError, Package, package
@@ -34,8 +34,12 @@ class Submission:
         """Claim the submission id, then create it or adopt it. Sent twice, there is still one job."""
         async with beating(note="packing the source") as heart:
             source = self._source(order)
-            async with reach(self._providers, order.hosts) as endpoint, Jobs.at(endpoint) as jobs:
-                permit = await claim(self._client, order.identity, self.job_claim(order.hosts, order.submission_id))
+            mine = self.job_claim(order.hosts, order.submission_id)
+            async with (
+                reach(self._providers, order.hosts) as endpoint,
+                Jobs.at(endpoint) as jobs,
+                claimed(self._client, order.identity, mine) as permit,
+            ):
                 heart.say(note=f"submitting {order.submission_id}")
                 found = await jobs.info(order.submission_id)
                 if found is None:

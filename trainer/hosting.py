@@ -74,6 +74,7 @@ RAY_FIELDS: dict[str, type | tuple[type, ...]] = {
     "object_store_bytes": int,
 }
 
+ENDING_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 REFUSED = 78
 """Exit code when nothing was touched: a bad order, or a private directory that is not to be trusted."""
 LONGEST_TEMP_DIR = 30
@@ -86,6 +87,9 @@ class Timing:
 
     look_every_s: float = 2.0
     """Between two looks at lease and tombstone."""
+    tombstone_grace_s: float = 90.0
+    """How long a *running* host leaves the release to its order (job, then service, then cluster) once it sees the
+    tombstone. One that has not started yet ends at once; so does every driver (lease keeper)."""
     lease_wait_s: float = 60.0
     """How long a host waits, with nothing started, for the run's first lease to appear."""
     start_s: float = 240.0
@@ -230,11 +234,13 @@ class Service:
         self._told = ""
         self._made: list[Path] = []
         self._started = boot_clock()
+        self._serving = False
+        self._tombstone_seen: float | None = None
         self._supervisor = Supervisor()
 
     def run(self) -> int:
         """Serve until the end; 0 when it ended as ordered, 1 when it failed."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ENDING_SIGNALS:
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._look_for_ever, name="lease", daemon=True).start()
         end: Ended
@@ -242,6 +248,7 @@ class Service:
             self._wait_for_lease()
             self._start()
             self._wait_until_ready()
+            self._serving = True
             while True:
                 self._pause(0.2)
         except Ended as ended:
@@ -269,7 +276,7 @@ class Service:
         if self._told:
             raise Ended("told", f"told to end by {self._told}")
         standing = self.lease.standing()
-        if standing.state == "tombstoned":
+        if standing.state == "tombstoned" and self._tombstone_counts():
             raise Ended("tombstone", standing.detail)
         if standing.state == "expired":
             raise Ended("lease_expired", standing.detail)
@@ -278,6 +285,11 @@ class Service:
         if status is not None:
             tail = " / ".join(read_tail(self.private / "ray.log", 1500).decode(errors="replace").split("\n")[-8:])
             raise Ended("ray_ended", f"`ray start` ended with {status}: {tail}", failed=True)
+
+    def _tombstone_counts(self) -> bool:
+        now = boot_clock()
+        self._tombstone_seen = self._tombstone_seen or now
+        return not self._serving or now - self._tombstone_seen > self._timing.tombstone_grace_s
 
     def _wait(self, limit_s: float, what: str, done: Callable[[], bool], every_s: float = 0.2) -> None:
         deadline = boot_clock() + limit_s
@@ -384,6 +396,9 @@ class Service:
         }
 
     def _end(self, end: Ended) -> int:
+        for number in ENDING_SIGNALS:
+            # Told again, also while the interpreter shuts down, it goes on ending.
+            signal.signal(number, signal.SIG_IGN)
         self.state.write("ending", end.reason, end.detail)
         left = self._supervisor.end(self._timing.grace_s, self._timing.kill_s)
         self._keep_logs()
@@ -444,7 +459,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         order = read_order(options.order)
         if options.prepared:
-            return serve(order)
+            code = serve(order)
+            sys.stderr.flush()
+            os._exit(code)  # not held up by a look at storage that is still waiting for an answer
         if options.detach:
             detach()
         python = prepare(order)

@@ -1,17 +1,21 @@
 """The journal of optimizer steps: cheap while steps run, converted and reduced over ranks only at boundaries.
 
-Per step a few scalars stay on the device; at a checkpoint boundary one reduction turns the interval's scalars into
-entries. A step is in the journal exactly once, in order, whatever was restored in between.
+Per step a few tensors are kept on the device; at a checkpoint boundary one reduction turns the interval into entries.
+ A step is in the journal exactly once, in order, whatever was restored in between.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+MOST_STEPS_KEPT: Final = 64
+MOST_ELEMENTS_KEPT: Final = 4_000_000
+"""Bounds on what is kept between two computations: steps, and copied parameters over all of them (16 MB as float32)."""
 
 
 class Journal:
@@ -43,55 +47,62 @@ class Journal:
 
 
 class Interval:
-    """The scalars of the steps since the last boundary, on the device."""
+    """The steps since the last boundary, as tensors on the device.
 
-    def __init__(self, parameters: Sequence[torch.Tensor], capacity: int, device: torch.device) -> None:
-        """``capacity``: the most steps between two boundaries."""
+    What a step costs here is one copy of the parameters; everything is computed a batch of steps at a time. Gradients
+    are kept by reference until then, so the loop must let each step make new ones (``zero_grad(set_to_none=True)``,
+    torch's default).
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device) -> None:
+        """``parameters``: those the optimizer changes, in the order their gradients are given."""
         self._parameters = list(parameters)
-        self._before = [torch.empty_like(parameter) for parameter in self._parameters]
-        # One row a step: loss, gradient norm, parameter change.
-        self._scalars = torch.zeros(capacity, 3, dtype=torch.float64, device=device)
+        elements = sum(parameter.numel() for parameter in self._parameters)
+        self._batch = max(1, min(MOST_STEPS_KEPT, MOST_ELEMENTS_KEPT // max(1, elements)))
+        self._losses: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
         self._clock = _CudaClock() if device.type == "cuda" else _Clock()
-        self._count = 0
-        self._first = 0
+        self._device = device
 
     @torch.no_grad()
-    def before_step(self) -> None:
-        """Keep the parameters as they are, to tell afterwards what the step changed."""
-        if self._count == 0:
-            self._clock.start()
-        torch._foreach_copy_(self._before, self._parameters)
+    def open(self) -> None:
+        """Begin: take down the parameters as they are, and the time."""
+        self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        self._clock.start()
 
     @torch.no_grad()
-    def after_step(self, step: int, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
-        """Take down step ``step``: this rank's ``loss`` (scalar), and norms over the reduced ``gradients``."""
-        if self._count == 0:
-            self._first = step
-        row = self._scalars[self._count]
-        row[0] = loss.detach()
-        row[1] = _norm(gradients)
-        torch._foreach_sub_(self._before, self._parameters)
-        row[2] = _norm(self._before)
-        self._count += 1
+    def after_step(self, loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
+        """Take down a step just made: this rank's ``loss`` (scalar) and the reduced ``gradients``."""
+        self._losses.append(loss.detach())
+        self._gradients.extend(gradients)
+        self._copies.extend(parameter.detach().clone() for parameter in self._parameters)
         self._clock.mark()
+        if len(self._losses) == self._batch:
+            self._compute()
 
-    def close(self, *, learning_rate: float, batch: int, world_size: int, attempt: int) -> list[dict[str, Any]]:
-        """End the interval: reduce over all ranks and return its entries. A collective; every rank calls it.
+    def close(
+        self, *, last_step: int, learning_rate: float, batch: int, world_size: int, attempt: int
+    ) -> list[dict[str, Any]]:
+        """End the interval at ``last_step``: reduce over all ranks and return its entries. Every rank calls it.
 
-        The loss is the mean over ranks, a step's time the longest of any rank's, ``batch`` the samples per rank.
+        Loss and a step's time are means over ranks (a collective ends every step, so the mean times of an interval add
+        up to the time it took); ``batch`` is the samples per rank.
         """
-        count, self._count = self._count, 0
-        if count == 0:
-            return []
-        seconds = torch.tensor(self._clock.seconds(), dtype=torch.float64, device=self._scalars.device)
-        losses = self._scalars[:count, 0].contiguous()
+        self._compute()
+        # One column a step: loss, gradient norm, parameter change.
+        columns = torch.cat(self._rows, dim=1)
+        self._rows = []
+        seconds = torch.tensor(self._clock.seconds(), dtype=torch.float64, device=self._device)
+        reduced = torch.stack([columns[0], seconds])
         if world_size > 1:
-            dist.all_reduce(losses, op=dist.ReduceOp.SUM)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        rows = torch.stack([losses / world_size, *self._scalars[:count, 1:].unbind(1), seconds], dim=1).tolist()
+            dist.all_reduce(reduced, op=dist.ReduceOp.SUM)
+        losses, seconds = reduced / world_size
+        rows = torch.stack([losses, columns[1], columns[2], seconds], dim=1).tolist()
         return [
             {
-                "step": self._first + index,
+                "step": step,
                 "loss": loss,
                 "gradient_norm": gradient_norm,
                 "parameter_change": parameter_change,
@@ -99,12 +110,21 @@ class Interval:
                 "samples_per_second": batch * world_size / taken,
                 "attempt": attempt,
             }
-            for index, (loss, gradient_norm, parameter_change, taken) in enumerate(rows)
+            for step, (loss, gradient_norm, parameter_change, taken) in enumerate(rows, start=last_step - len(rows) + 1)
         ]
 
-
-def _norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors))))
+    @torch.no_grad()
+    def _compute(self) -> None:
+        count, width = len(self._losses), len(self._parameters)
+        if count == 0:
+            return
+        changes = torch._foreach_sub(self._copies[width:], self._copies[:-width])
+        norms = [
+            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).reshape(count, width), dim=1)
+            for tensors in (self._gradients, changes)
+        ]
+        self._rows.append(torch.stack([torch.stack(self._losses), *norms]).double())
+        self._losses, self._gradients, self._copies = [], [], self._copies[-width:]
 
 
 class _Clock:

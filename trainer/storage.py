@@ -43,9 +43,7 @@ def filesystem(
     if endpoint:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise StorageError(
-                "AWS_ENDPOINT_URL is no http:// or https:// address; correct it on the hosts or unset it"
-            )
+            raise StorageError("AWS_ENDPOINT_URL is no http:// or https:// address; correct or unset it")
         if "@" in parts.netloc:
             raise StorageError("AWS_ENDPOINT_URL holds credentials; put them in AWS_ACCESS_KEY_ID and its companion")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}

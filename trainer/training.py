@@ -84,22 +84,23 @@ def _steps(
     samples = tuple(part.to(device) for part in synthetic.shard(recipe, rank, job.world_size))
     replicated = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    interval = Interval(parameters, every, device)
+    interval = Interval(parameters, device)
+    interval.open()
     first_boundary = True
     mean_squared_error = torch.nn.functional.mse_loss
     for step in range(start + 1, steps + 1):
-        interval.before_step()
         inputs, targets = synthetic.batch(recipe, samples, step)
         loss = mean_squared_error(replicated(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        interval.after_step(step, loss, [parameter.grad for parameter in parameters if parameter.grad is not None])
+        interval.after_step(loss, [parameter.grad for parameter in parameters if parameter.grad is not None])
         if step == start + 1:
             recorder.first_step(step)
         if step % every == 0 or step == steps:
             journal.extend(
                 interval.close(
+                    last_step=step,
                     learning_rate=job.recipe.learning_rate,
                     batch=job.recipe.batch_size,
                     world_size=job.world_size,
@@ -115,6 +116,7 @@ def _steps(
                 first_boundary = False
             if job.drill is not None and step == job.drill.after_step and start < job.drill.after_step:
                 _hold(name, job.drill.hold_s)
+            interval.open()
 
 
 def _report(

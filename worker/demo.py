@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import os
 import re
 import shlex
-import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -21,59 +17,25 @@ from urllib.parse import quote
 from botocore.exceptions import BotoCoreError, ClientError
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from worker.environment import client_variables, worker_environment
-from worker.foreground import tell_open_runs
+from worker.environment import worker_environment
 from worker.home import Home
+from worker.lending import Interrupts, Services, lent_services
 from worker.observation import Run, Sight, wait_closed
 from worker.rendering import change, duration, final_cleanup, line, panel, verdict_table
-from worker.services import Addresses, binary, s3_client
+from worker.services import binary, s3_client
 from worker.settings import DEFAULT_NAMESPACE, Settings
-from worker.stack import Stack, StackError, StackRecord, StackRunning, is_held
+from worker.stack import StackError
 from workflows.timeouts import RUN_QUEUE
 
 _POLL_S: Final = 1.0
 _SILENCE_S: Final = 90.0
 """Temporal may be restarted by its supervisor; after this long without an answer the demo gives up."""
-_OTHERS_START_S: Final = 180.0
 _CUSTODY_S: Final = 900.0
 """How long the demo waits for custody's last word after the run has spoken: the default `limits.teardown`."""
-
-
-class DemoError(StackError):
-    """The demo cannot go on; the message says why."""
-
-
-@dataclass(frozen=True)
-class Services:
-    """The stack this demo uses: its own, or one that was there."""
-
-    addresses: Addresses
-    variables: Mapping[str, str]
-    failed: asyncio.Future[str]
-
-
-class Interrupts:
-    """Ctrl-C, counted. The first aborts the run, the second says what is still being released, the third leaves."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._pressed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._press)
-
-    def _press(self) -> None:
-        self.count += 1
-        self._pressed.set()
-
-    async def beyond(self, known: int) -> None:
-        """Wait for one more than `known`."""
-        while self.count <= known:
-            self._pressed.clear()
-            await self._pressed.wait()
 
 
 async def run_demo(settings: Settings, run_file: Path) -> int:
@@ -83,10 +45,14 @@ async def run_demo(settings: Settings, run_file: Path) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     if not run_file.is_file():
-        raise DemoError(f"{run_file} is not a file. Name a run.json: make demo RUN=path/to/run.json")
+        raise StackError(f"{run_file} is not a file. Name a run.json: make demo RUN=path/to/run.json")
     interrupts = Interrupts()
     home = Home(settings.home)
-    async with _services(settings, home, console, interrupts) as services:
+
+    def say(text: str) -> None:
+        console.print(Text(f"stack: {text}", style="dim"))
+
+    async with lent_services(settings, home, say, interrupts) as services:
         if services is None:
             return 130
         return await _Demo(console, home, services, interrupts).carry(run_file)
@@ -98,6 +64,10 @@ class _Demo:
         self._home = home
         self._services = services
         self._interrupts = interrupts
+
+    def _tell(self, text: str, style: str = "") -> None:
+        # A style given to print would also colour the live view that is drawn again below.
+        self._console.print(Text(text, style=style))
 
     async def carry(self, run_file: Path) -> int:
         workflow_id = _workflow_id(run_file)
@@ -123,7 +93,7 @@ class _Demo:
             *("temporal", "workflow", "start", "--type", "GuardedTrain", "--task-queue", RUN_QUEUE),
             *("--workflow-id", workflow_id, "--input-file", str(run_file)),
         )
-        self._console.print(f"\n$ {shlex.join(command)}", style="bold")
+        self._tell(f"\n$ {shlex.join(command)}", "bold")
         process = await asyncio.create_subprocess_exec(
             binary("temporal"),
             *command[1:],
@@ -134,12 +104,12 @@ class _Demo:
         )
         out, err = (part.decode(errors="replace") for part in await process.communicate())
         if process.returncode != 0:
-            self._console.print(f"The CLI refused it; nothing was started.\n{out}{err}".rstrip(), markup=False)
+            self._tell(f"The CLI refused it; nothing was started.\n{out}{err}".rstrip())
             return None
-        self._console.print(out.rstrip(), style="dim", markup=False)
+        self._tell(out.rstrip(), "dim")
         found = re.search(r"^\s*RunId\s+(\S+)", out, re.MULTILINE)
         if found is None:
-            raise DemoError(f"`temporal workflow start` answered without a RunId:\n{out}")
+            raise StackError(f"`temporal workflow start` answered without a RunId:\n{out}")
         return found[1]
 
     async def _follow(self, run: Run, page: str) -> bool:
@@ -158,9 +128,10 @@ class _Demo:
                     if told == 3:
                         return False
                     word = await self._interrupt(run, told)
-                    self._console.print(word, style="bold yellow", markup=False)
+                    if live is None:
+                        self._tell(word)
                 if self._services.failed.done():
-                    raise DemoError(f"the services failed: {self._services.failed.result()}")
+                    raise StackError(f"the services failed: {self._services.failed.result()}")
                 try:
                     seen = await self._look(run, told)
                     if seen is None:
@@ -169,7 +140,7 @@ class _Demo:
                 except RPCError as error:
                     silent = time.monotonic() - answered
                     if silent > _SILENCE_S:
-                        raise DemoError(f"Temporal has not answered for {silent:.0f} s: {error.message}") from error
+                        raise StackError(f"Temporal has not answered for {silent:.0f} s: {error.message}") from error
                     sight = Sight(open=True, progress=sight.progress, trouble="Temporal does not answer")
                 elapsed = time.monotonic() - began
                 events_seen = self._tell_events(sight, events_seen)
@@ -177,9 +148,9 @@ class _Demo:
                     live.update(panel(sight, elapsed, page, word))
                 elif (now := change(sight)) != shown:
                     shown = now
-                    self._console.print(line(sight, elapsed), markup=False)
+                    self._tell(line(sight, elapsed))
                     if sight.trouble:
-                        self._console.print(f"    {sight.trouble}", markup=False)
+                        self._tell(f"    {sight.trouble}")
                 if not sight.open:
                     return True
                 await self._pause(told)
@@ -217,7 +188,7 @@ class _Demo:
             if isinstance(at, int | float) and at > seen:
                 seen = float(at)
                 clock = time.strftime("%H:%M:%S", time.localtime(at))
-                self._console.print(f"{clock}  {event.get('what', '')}", markup=False)
+                self._tell(f"{clock}  {event.get('what', '')}")
         return seen
 
     async def _pause(self, told: int) -> None:
@@ -230,12 +201,12 @@ class _Demo:
         custody = await self._last_word(run)
         outcome, cleanup = str(verdict.get("outcome", "unknown")), final_cleanup(verdict, custody)
         if outcome == "rejected":
-            self._console.print(f"\nThe run was rejected: {verdict.get('message', '')}", style="bold red", markup=False)
+            self._tell(f"\nThe run was rejected: {verdict.get('message', '')}", "bold red")
         self._console.print()
         self._console.print(verdict_table(verdict, custody))
         await self._fetch_reports(verdict)
         good = outcome == "succeeded" and cleanup == "clean"
-        self._console.print(f"{outcome}, {cleanup}", style="bold green" if good else "bold yellow")
+        self._tell(f"{outcome}, {cleanup}", "bold green" if good else "bold yellow")
         return 0 if good else 1
 
     async def _last_word(self, run: Run) -> Mapping[str, Any]:
@@ -253,34 +224,32 @@ class _Demo:
                     waiting.cancel()
                     self._leave(run)
                     return {}
-                self._console.print(await self._interrupt(run, 2), style="bold yellow", markup=False)
+                self._tell(await self._interrupt(run, 2), "bold yellow")
             if self._services.failed.done():
                 waiting.cancel()
-                raise DemoError(f"the services failed: {self._services.failed.result()}")
+                raise StackError(f"the services failed: {self._services.failed.result()}")
             await self._pause(told)
         try:
             custody = waiting.result()
         except RPCError as error:
-            self._console.print(f"custody's last word is not known: {error.message}", style="yellow", markup=False)
+            self._tell(f"custody's last word is not known: {error.message}", "yellow")
             return {}
         if custody.open:
-            self._console.print(
+            self._tell(
                 f"custody is still releasing after {duration(_CUSTODY_S)}: {custody.trouble or 'see its page'}",
-                style="yellow",
-                markup=False,
+                "yellow",
             )
         elif custody.trouble:
-            self._console.print(f"custody ended without a last word: {custody.trouble}", style="red", markup=False)
+            self._tell(f"custody ended without a last word: {custody.trouble}", "red")
         return custody.final
 
     def _leave(self, run: Run) -> None:
         custody = run.custody_id or "custody-..."
-        self._console.print(
+        self._tell(
             "Leaving. What is not released yet is custody's: start the services again with `make stack`, and it goes "
             f"on. To look:\n  . {self._home.env}\n  temporal workflow describe --workflow-id {custody}\n"
             f"  temporal workflow query --workflow-id {custody} --type claims",
-            style="bold yellow",
-            markup=False,
+            "bold yellow",
         )
 
     async def _fetch_reports(self, verdict: Mapping[str, Any]) -> None:
@@ -304,91 +273,9 @@ class _Demo:
             try:
                 path = await asyncio.to_thread(download, name)
             except (ClientError, BotoCoreError) as error:
-                self._console.print(f"{name}: not in {storage} ({error})", style="yellow", markup=False)
+                self._tell(f"{name}: not in {storage} ({error})", "yellow")
             else:
-                self._console.print(f"{name}: {path}", markup=False)
-
-
-@contextlib.asynccontextmanager
-async def _services(
-    settings: Settings, home: Home, console: Console, interrupts: Interrupts
-) -> AsyncIterator[Services | None]:
-    """The stack to use. One that was there is left alone at the end; None when interrupted before it was up."""
-
-    def say(text: str) -> None:
-        console.print(f"stack: {text}", style="dim", markup=False)
-
-    stack = Stack(home, settings, say)
-    starting = asyncio.create_task(stack.start())
-    pressed = asyncio.create_task(interrupts.beyond(0))
-    await asyncio.wait({starting, pressed}, return_when=asyncio.FIRST_COMPLETED)
-    pressed.cancel()
-    if not starting.done():
-        say("stopping before everything was up")
-        starting.cancel()
-        await asyncio.wait({starting})
-        yield None
-        return
-    if isinstance(starting.exception(), StackRunning):
-        with _guest(home):
-            addresses = await _others(home)
-            say(f"using the stack that runs in {home.root}")
-            variables = client_variables(home, addresses, home.credentials(), settings)
-            yield Services(addresses, variables, asyncio.get_running_loop().create_future())
-        return
-    starting.result()
-    try:
-        variables = client_variables(home, stack.addresses, home.credentials(), settings)
-        yield Services(stack.addresses, variables, stack.failed)
-        await _wait_for_guests(home, say, interrupts)
-    finally:
-        await tell_open_runs(stack.addresses.temporal)
-        say("stopping: worker, then S3, then Temporal")
-        if interrupts.count >= 3:
-            stack.hurry()
-        await stack.stop()
-
-
-async def _others(home: Home) -> Addresses:
-    """Where the stack that holds this home is, once it is up."""
-    deadline = time.monotonic() + _OTHERS_START_S
-    while time.monotonic() < deadline:
-        record = StackRecord.read(home)
-        if record is not None and record.state == "up":
-            return Addresses(record.ports)
-        if not is_held(home):
-            raise DemoError(f"the stack that held {home.root} has ended before it was up; start the demo again")
-        await asyncio.sleep(0.5)
-    raise DemoError(f"the stack that holds {home.root} did not come up within {_OTHERS_START_S:.0f} s")
-
-
-@contextlib.contextmanager
-def _guest(home: Home) -> Iterator[None]:
-    """Holds a shared lock while this demo uses somebody else's stack, so that its owner waits before it stops it."""
-    descriptor = os.open(home.guests, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-async def _wait_for_guests(home: Home, say: Callable[[str], None], interrupts: Interrupts) -> None:
-    descriptor = os.open(home.guests, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    said = False
-    count = interrupts.count
-    try:
-        while interrupts.count == count:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not said:
-                    said = True
-                    say("another demo uses these services; they stop when it is done (Ctrl-C stops them now)")
-            await asyncio.sleep(0.5)
-    finally:
-        os.close(descriptor)
+                self._tell(f"{name}: {path}")
 
 
 def _workflow_id(run_file: Path) -> str:

@@ -27,7 +27,7 @@ def panel(sight: Sight, elapsed_s: float, ui: str, word: str) -> RenderableType:
     step, steps = sight.number("step"), sight.number("steps")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
-    grid.add_column()
+    grid.add_column(overflow="fold")
     grid.add_row("phase", Text(sight.text("phase") or "starting", style="bold"))
     grid.add_row("committed step", f"{_count(step)} of {_count(steps)}")
     if step is not None and steps:

@@ -27,6 +27,7 @@ with workflow.unsafe.imports_passed_through():
         RunClosed,
         UnspokenOrder,
     )
+    from workflows.orders import MAX_EXTENSION_S
     from workflows.policy import KEEPER_GRACE_S
     from workflows.stories import outlive
 
@@ -39,6 +40,7 @@ class Custody:
     def __init__(self, order: CustodyOrder) -> None:
         self._order = order
         self._claims: dict[str, Claim] = {}
+        self._windows: dict[str, dict[str, float]] = {}
         self._deadline = order.deadline
         self._due: str | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -61,8 +63,8 @@ class Custody:
     async def claim(self, claim: Claim) -> Claim:
         """Write a claim down. Claiming the same thing again only moves `may_appear_until`."""
         until = workflow.time() + claim.send_window_s + claim.longest_request_s
-        held = claim.model_copy(update={"may_appear_until": until})
-        self._claims[claim.id] = held
+        self._windows.setdefault(claim.id, {})[claim.attempt] = until
+        held = self._claims[claim.id] = self._with_window(claim)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
         self._show()
@@ -80,17 +82,34 @@ class Custody:
                 type="ClaimRefused",
             )
 
-    @workflow.signal
-    def release(self, reason: str) -> None:
-        """The run is done with everything it claimed."""
-        self._due = self._due or reason
+    # A handler that is called with more or less than it takes fails the workflow task, which is retried for ever.
+    # Signals are sent by hand too: they take anything.
 
     @workflow.signal
-    def move_deadline(self, deadline: float) -> None:
-        """`extend` on the run moves custody's deadline too. Ignored once release began."""
-        if self._due is None:
-            self._deadline = deadline
-            workflow.upsert_memo({"deadline": deadline})
+    def settle(self, *told: Any) -> None:
+        """A claim's id and an attempt, whose request was answered: nothing of it can still appear. Windows of other
+        attempts stay."""
+        claim_id, attempt = told if len(told) == 2 else (None, None)
+        if isinstance(claim_id, str) and isinstance(attempt, str) and claim_id in self._claims:
+            self._windows[claim_id].pop(attempt, None)
+            self._claims[claim_id] = self._with_window(self._claims[claim_id])
+            self._show()
+
+    @workflow.signal
+    def release(self, *reason: Any) -> None:
+        """The run is done with everything it claimed."""
+        self._due = self._due or (str(reason[0])[:500] if reason and reason[0] else "asked for by a signal")
+
+    @workflow.signal
+    def move_deadline(self, *deadline: Any) -> None:
+        """`extend` on the run moves custody's deadline too. Ignored once release began, and unless it is a later time
+        that `extend` can reach."""
+        [to] = deadline if len(deadline) == 1 else [None]
+        if self._due is not None or not isinstance(to, int | float):
+            return
+        if self._deadline < to <= self._order.deadline + MAX_EXTENSION_S:
+            self._deadline = float(to)
+            workflow.upsert_memo({"deadline": self._deadline})
 
     @workflow.query
     def claims(self) -> list[Claim]:
@@ -107,6 +126,10 @@ class Custody:
         }
 
     # The three rings' first: the saga
+
+    def _with_window(self, claim: Claim) -> Claim:
+        until = max(self._windows[claim.id].values(), default=0.0)
+        return claim.model_copy(update={"may_appear_until": until})
 
     async def _until_release_is_due(self) -> None:
         while self._due is None:

@@ -48,6 +48,8 @@ class Claim(Frozen):
     """The exact run that asks. Custody guards one run and refuses the claims of any other (a reset run's)."""
     holder: str
     """The worker that made it (for people; nothing is decided on it)."""
+    attempt: str = ""
+    """Which attempt of which activity asked. Each has a send window of its own."""
     send_window_s: float
     """The claimant sends nothing later than this after it asked for the claim."""
     longest_request_s: float

@@ -411,9 +411,13 @@ class GuardedTrain:
         self._stop_for("aborted", "aborted as asked" + (f": {str(reason[0])[:500]}" if reason and reason[0] else ""))
 
     @workflow.signal
-    def released(self, record: Release) -> None:
+    def released(self, *told: Any) -> None:
         """Custody's word. When nobody asked for it, the run has lost its hosts."""
         identity = self._progress.identity
+        try:
+            [record] = [Release.model_validate(word) for word in told]
+        except ValueError:
+            return
         if identity is None or record.run_key != identity.run_key:
             return
         self._progress.release = record

@@ -93,13 +93,16 @@ def custody_details(
 
 
 def cause_of(failed: ActivityError) -> str:
-    """What an activity's failure was really about: the innermost message a person can act on, bounded."""
-    error: BaseException = failed
-    while error.__cause__ is not None:
+    """What an activity's failure was really about: the message a person can act on, bounded."""
+    error: BaseException = failed.cause or failed
+    # A time-out between retries carries the last failure, which says why.
+    while isinstance(error, TimeoutError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, TimeoutError):
         kind = error.type.name.lower() if error.type else "unknown"
         return f"{failed.activity_type} gave no answer in time ({kind})"
+    if isinstance(error, ApplicationError) and error.non_retryable:
+        return error.message.strip()[:2000]  # raised on purpose: the sentence stands without its type
     return str(error).strip()[:2000] or type(error).__name__
 
 

@@ -26,73 +26,85 @@ class Marked:
         return f"process {self.process.pid} (started at tick {self.process.start_time}): {self.command[:100]}"
 
 
-def marked(run_key: str, since_tick: int | None) -> list[Marked]:
-    """Every running process that carries the run's mark in its environment, or has a parent that does.
+@dataclass(frozen=True)
+class Census:
+    """How a run's processes are told from all others.
 
-    ``since_tick``: nothing of the run can be older. A process of ours that began later and whose environment the
-    kernel will not show raises AbsenceUnknown: it could be one. Other users' processes cannot be ours.
+    A process is the run's when its environment carries the run's mark; or when its environment is not there any more
+    (programs that set their own title overwrite it: measured, Ray's agents and the dashboard's modules do) and it
+    works below one of the run's own directories; or when its parent is the run's. A person who looks around in those
+    directories has a shell with an environment, and is left alone.
     """
-    wanted = f"{CUSTODY_MARK}={run_key}".encode()
-    me = os.geteuid()
-    everything = {process.pid: process for process in every_process() if process.running}
-    found: set[int] = set()
-    for process in everything.values():
+
+    run_key: str
+    places: tuple[str, ...]
+    """The run's own directories, absolute."""
+    since_tick: int | None
+    """No process of the run is older (ticks of this boot); None: not known, or none can be left."""
+
+    def take(self) -> list[Marked]:
+        """Every running process of the run, by pid.
+
+        A process of ours that began later than ``since_tick`` and that the kernel will not show raises AbsenceUnknown:
+        it could be one. Other users' processes cannot be ours.
+        """
+        everything = {process.pid: process for process in every_process() if process.running}
+        found = {process.pid for process in everything.values() if self._is_ours(process)}
+        grown = True
+        while grown:
+            children = {each.pid for each in everything.values() if each.parent in found} - found
+            found |= children
+            grown = bool(children)
+        return [Marked(everything[pid], _command(pid)) for pid in sorted(found)]
+
+    def end_all(
+        self, first: list[Process], progress: Callable[[str], None], *, patience_s: float, limit_s: float
+    ) -> tuple[list[Marked], int]:
+        """SIGTERM to ``first`` (the hosting services, which end what is theirs), ``patience_s`` seconds for that, then
+        SIGKILL to each process of the run that is left, for at most ``limit_s`` seconds.
+
+        Returns what withstood, and how many were killed.
+        """
+        for process in first:
+            send(process, signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if not any(is_alive(each.pid, each.start_time) for each in first):
+                break
+            progress("the hosting services are ending what they started")
+            time.sleep(0.25)
+        killed = 0
+        deadline = time.monotonic() + limit_s
+        while left := self.take():
+            if time.monotonic() > deadline:
+                return left, killed
+            for each in left:
+                killed += send(each.process, signal.SIGKILL)
+            progress(f"killing {len(left)} processes that were left over")
+            time.sleep(0.1)
+        return [], killed
+
+    def _is_ours(self, process: Process) -> bool:
         place = Path(f"/proc/{process.pid}")
+        me = os.geteuid()
         try:
-            if place.stat().st_uid != me and me != 0:
-                continue
-            if wanted in (place / "environ").read_bytes().split(b"\0"):
-                found.add(process.pid)
+            if me not in (0, place.stat().st_uid):
+                return False
+            environ = (place / "environ").read_bytes().split(b"\0")
+            if f"{CUSTODY_MARK}={self.run_key}".encode() in environ:
+                return True
+            if any(entry.startswith(b"PATH=") for entry in environ):
+                return False
+            # No environment left to ask, as with kernel threads, which work in /.
+            works_in = str((place / "cwd").readlink())
         except (FileNotFoundError, ProcessLookupError):
-            continue
+            return False
         except PermissionError as error:
-            if (
-                since_tick is not None
-                and process.start_time >= since_tick
-                and is_alive(process.pid, process.start_time)
-            ):
-                raise AbsenceUnknown(f"the environment of process {process.pid} cannot be read: {error}") from error
-    grown = True
-    while grown:
-        children = {each.pid for each in everything.values() if each.parent in found} - found
-        found |= children
-        grown = bool(children)
-    return [Marked(everything[pid], _command(pid)) for pid in sorted(found)]
-
-
-def end_all(
-    run_key: str,
-    since_tick: int | None,
-    first: list[Process],
-    progress: Callable[[str], None],
-    *,
-    patience_s: float,
-    limit_s: float,
-) -> tuple[list[Marked], int]:
-    """SIGTERM to ``first`` (the hosting services, which end what is theirs), ``patience_s`` seconds for that, then
-    SIGKILL to each marked process that is left, for at most ``limit_s`` seconds.
-
-    Returns what withstood, and how many were killed.
-    """
-    for process in first:
-        send(process, signal.SIGTERM)
-    deadline = time.monotonic() + patience_s
-    while left := marked(run_key, since_tick):
-        still = [each for each in first if is_alive(each.pid, each.start_time)]
-        if not still or time.monotonic() > deadline:
-            break
-        progress(f"{len(left)} processes of the hosts are ending")
-        time.sleep(0.25)
-    killed = 0
-    deadline = time.monotonic() + limit_s
-    while left := marked(run_key, since_tick):
-        if time.monotonic() > deadline:
-            return left, killed
-        for each in left:
-            killed += send(each.process, signal.SIGKILL)
-        progress(f"killing {len(left)} processes that were left over")
-        time.sleep(0.1)
-    return [], killed
+            older = self.since_tick is None or process.start_time < self.since_tick
+            if older or not is_alive(process.pid, process.start_time):
+                return False
+            raise AbsenceUnknown(f"process {process.pid} cannot be looked at: {error}") from error
+        return any(works_in == each or works_in.startswith((f"{each}/", f"{each} (")) for each in self.places)
 
 
 def listeners(addresses: list[str]) -> list[str]:

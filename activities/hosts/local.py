@@ -34,10 +34,10 @@ from activities.hosts import (
     MaySend,
     Progress,
     WrongContext,
-    census,
     proof,
 )
 from activities.hosts import plan as plans
+from activities.hosts.census import Census, listeners
 from activities.jobs import Endpoint
 from activities.token import run_token
 from trainer import environment
@@ -235,10 +235,9 @@ class LocalHosts:
         except (NotPrivate, AbsenceUnknown, OSError) as error:
             # Processes are found and ended without it.
             problems.append(str(error))
-        since = plan.since if plan else None
         services = self._live_services(order)
-        left, killed = census.end_all(
-            order.identity.run_key, since, services, progress, patience_s=PATIENCE_S, limit_s=KILL_LIMIT_S
+        left, killed = self._census(order, plan).end_all(
+            services, progress, patience_s=PATIENCE_S, limit_s=KILL_LIMIT_S
         )
         problems += [str(each) for each in left]
         removed = 0
@@ -260,10 +259,9 @@ class LocalHosts:
         """See `HostsProvider.remaining`."""
         self._check_context(claim)
         plan = plans.read_plan(self._directory(order))
-        since = plan.since if plan else None
-        found = [str(each) for each in census.marked(order.identity.run_key, since)]
+        found = [str(each) for each in self._census(order, plan).take()]
         if claim.kind == "cluster" and plan is not None:
-            found += census.listeners(list(plan.addresses))
+            found += listeners(list(plan.addresses))
             found += [f"directory {each}" for each in plan.directories if os.path.lexists(each)]
             try:
                 names = [each.name for each in self._directory(order).iterdir()]
@@ -287,6 +285,11 @@ class LocalHosts:
             if not os.path.lexists(directory):
                 raise
             check_private_directory(directory)  # an earlier launch made it, or it is what it must not be
+
+    def _census(self, order: HostsOrder, plan: plans.Plan | None) -> Census:
+        outside = [str(each) for each in plan.directories] if plan else []
+        places = (str(self._directory(order)), *outside)
+        return Census(order.identity.run_key, places, plan.since if plan else None)
 
     # -- services
 
@@ -382,7 +385,7 @@ class LocalHosts:
     def _coming(self, order: HostsOrder, index: int) -> bool:
         """Whether a service for this host runs, also one that has not written its state yet."""
         path = str(self._directory(order) / f"{index}.order.json")
-        return any(path in each.command for each in census.marked(order.identity.run_key, None))
+        return any(path in each.command for each in self._census(order, None).take())
 
     def _live_services(self, order: HostsOrder) -> list[Process]:
         found: dict[int, Process] = {}
@@ -395,7 +398,7 @@ class LocalHosts:
                         found[process.pid] = process
         # One that was just born has no state yet.
         orders = [str(self._directory(order) / f"{index}.order.json") for index in range(order.count)]
-        for each in census.marked(order.identity.run_key, None):
+        for each in self._census(order, None).take():
             if any(path in each.command for path in orders):
                 found[each.process.pid] = each.process
         return list(found.values())

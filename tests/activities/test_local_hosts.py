@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from activities.hosts import AbsenceUnknown, HostsFailed, HostsNotReady, WrongContext, census
+from activities.hosts import AbsenceUnknown, HostsFailed, HostsNotReady, WrongContext
+from activities.hosts.census import listeners
 from activities.hosts.local import LocalHosts
 from activities.hosts.plan import free_ports, make_plan, read_plan
 from activities.token import run_token, secret_fingerprint
@@ -117,8 +118,9 @@ def prove(hosts: LocalHosts, order: HostsOrder, limit_s: float = 30.0) -> Hosts:
     while True:
         try:
             return hosts.prove(order, say)
-        except HostsNotReady as waiting:
-            assert time.monotonic() < deadline, f"not ready: {waiting}"
+        except HostsNotReady:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.05)
 
 
@@ -244,9 +246,11 @@ def test_a_dead_service_is_a_failure_and_never_started_again(place: Path, order:
     for attempt in (lambda: hosts.prove(order, say), lambda: hosts.launch(order, yes, say)):
         with pytest.raises(HostsFailed, match="host 1 is dead without a word"):
             attempt()
-    left = mine(order.identity.run_key)
-    assert left  # the orphans of the killed service are found, and only by their mark
+    light = json.loads((place / "home/hosts" / order.identity.run_key / "1/light.json").read_bytes())
+    orphans = [light["stubborn"], light["orphan"], light["silent"]]
+    assert all(_runs(pid) for pid in orphans)  # nobody's children any more, the last one even without the mark
     release(hosts, order)
+    assert not any(_runs(pid) for pid in orphans)
     assert mine(order.identity.run_key) == []
 
 
@@ -264,7 +268,7 @@ def test_a_private_directory_that_was_there_before_is_a_failure(place: Path, ord
     (place / "home/hosts" / order.identity.run_key / "1").mkdir(parents=True)
     for each in (place / "home", place / "home/hosts", place / "home/hosts" / order.identity.run_key):
         each.chmod(0o700)
-    with pytest.raises(HostsFailed, match="host 1 did not come to life: refused: .* already exists"):
+    with pytest.raises(HostsFailed, match=r"host 1 did not come to life: refused: .* already exists"):
         provider(place).launch(order, yes, say)
 
 
@@ -309,6 +313,10 @@ def test_the_neighbour_s_run_and_bystanders_are_not_touched(place: Path, order: 
         cwd=place,
         env={**os.environ, "LANYARD_CUSTODY": order.identity.run_key + "y", "NOTE": order.identity.run_key},
     )
+    (place / "home/hosts" / order.identity.run_key).mkdir(mode=0o700, parents=True)
+    for directory in (place / "home", place / "home/hosts"):
+        directory.chmod(0o700)
+    person = subprocess.Popen(["sleep", "60"], cwd=place / "home/hosts" / order.identity.run_key)
     try:
         hosts.launch(order, yes, say)
         hosts.launch(neighbour, yes, say)
@@ -319,10 +327,12 @@ def test_the_neighbour_s_run_and_bystanders_are_not_touched(place: Path, order: 
         assert mine(neighbour.identity.run_key) == before
         assert len(prove(hosts, neighbour).hosts) == 2
         assert bystander.poll() is None
+        assert person.poll() is None
     finally:
         release(hosts, neighbour)
-        bystander.kill()
-        bystander.wait()
+        for each in (bystander, person):
+            each.kill()
+            each.wait()
 
 
 def test_a_process_that_hides_its_environment_makes_absence_unknown(
@@ -429,9 +439,9 @@ def test_a_listener_on_a_run_s_address_is_seen() -> None:
     with socket.socket() as taken:
         taken.bind(("127.66.5.4", 0))
         taken.listen()
-        assert census.listeners(["127.66.5.4"]) == [f"port {taken.getsockname()[1]} at 127.66.5.4"]
+        assert listeners(["127.66.5.4"]) == [f"port {taken.getsockname()[1]} at 127.66.5.4"]
         assert taken.getsockname()[1] not in free_ports(3)
-    assert census.listeners(["127.66.5.4"]) == []
+    assert listeners(["127.66.5.4"]) == []
 
 
 def test_tokens_differ_by_run_and_secret_and_a_fingerprint_shows_neither() -> None:
@@ -447,6 +457,11 @@ def make_plan_of(place: Path, order: HostsOrder) -> Any:
     for each in (place / "home", place / "home/hosts", directory):
         each.mkdir(mode=0o700, exist_ok=True)
     return make_plan(directory, order)
+
+
+def _runs(pid: int) -> bool:
+    found = look_up(pid)
+    return found is not None and found.running
 
 
 def _until(condition: Callable[[], bool], limit_s: float = 15.0) -> None:

@@ -5,7 +5,6 @@
 Storage is `file:///DIR`; while `DIR/outage` exists no look at it succeeds. Bounds come from LIGHT_TIMING (JSON).
 """
 
-# ruff: noqa: E402
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ RECORD = {
 
 
 def main() -> int:
+    os.umask(0o077)
     order = hosting.read_order(Path(sys.argv[2]))
     storage = Path(order["storage"].removeprefix("file://"))
     if "--detach" in sys.argv:

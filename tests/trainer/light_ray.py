@@ -48,6 +48,8 @@ class Dashboard(http.server.BaseHTTPRequestHandler):
 Path(order["temp_dir"], "session").mkdir()
 stubborn = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True)
 orphan = int(subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, check=True).stdout)
+# As Ray's agents, whose title overwrites their environment.
+silent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={}, start_new_session=True)
 if order["role"] == "head":
     ray = order["ray"]
     for address, port in ((order["address"], ray["gcs_port"]), (ray["dashboard_host"], ray["dashboard_port"])):
@@ -56,7 +58,13 @@ if order["role"] == "head":
 nodes.mkdir(parents=True, exist_ok=True)
 facts = {"node_id": f"node{order['index']}", "node_ip": order["address"], "state": "ALIVE"}
 (nodes / f"{order['index']}.json").write_text(json.dumps(facts))
-light = {"ray": os.getpid(), "stubborn": stubborn.pid, "orphan": orphan, "environment": sorted(os.environ)}
+light = {
+    "ray": os.getpid(),
+    "stubborn": stubborn.pid,
+    "orphan": orphan,
+    "silent": silent.pid,
+    "environment": sorted(os.environ),
+}
 (private / "light.tmp").write_text(json.dumps(light))
 (private / "light.tmp").rename(private / "light.json")
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))

@@ -57,7 +57,7 @@ def test_its_address_changes_with_the_lock_file(root: Path, lock: Path, tmp_path
     other = tmp_path / "requirements.txt"
     other.write_text(lock.read_text() + "six==1.17.0\n")
     assert environment.path(root, other) != environment.path(root, lock)
-    with pytest.raises(EnvironmentBroken, match="there is no application environment .* ensure"):
+    with pytest.raises(EnvironmentBroken, match=r"there is no application environment .* ensure"):
         environment.verify(root, requirements=other)
 
 

@@ -65,7 +65,7 @@ class Host:
     @property
     def pids(self) -> list[int]:
         light = json.loads((self.private / "light.json").read_bytes())
-        return [light["ray"], light["stubborn"], light["orphan"]]
+        return [light["ray"], light["stubborn"], light["orphan"], light["silent"]]
 
     @property
     def log(self) -> str:
@@ -279,11 +279,11 @@ def test_a_second_sigterm_during_the_end_changes_nothing(host: Host) -> None:
 def test_when_the_service_is_killed_its_ray_dies_with_it(host: Host) -> None:
     host.lease()
     host.start_and_wait()
-    ray, stubborn, orphan = host.pids
+    ray, *others = host.pids
     assert host.process is not None
     host.process.kill()
     wait_for(lambda: not running(ray), "the end of ray", 5)
-    for pid in (stubborn, orphan):  # what release then finds by the run's mark
+    for pid in others:  # what release then finds by the run's mark
         os.kill(pid, signal.SIGKILL)
     for place in ("temp_dir", "shared_memory_dir"):
         subprocess.run(["rm", "-r", host.order[place]], check=True)

@@ -51,18 +51,19 @@ def run(
     """Steps first..last of one rank, as the training does them."""
     samples = synthetic.shard(RECIPE, 0, 1)
     parameters = list(model.parameters())
-    interval = Interval(parameters, RECIPE["checkpoint_interval"], torch.device("cpu"))
+    interval = Interval(parameters, torch.device("cpu"))
+    interval.open()
     entries: list[dict[str, Any]] = []
     for step in range(first, last + 1):
-        interval.before_step()
         inputs, targets = synthetic.batch(RECIPE, samples, step)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        interval.after_step(step, loss, [parameter.grad for parameter in parameters if parameter.grad is not None])
+        interval.after_step(loss, [parameter.grad for parameter in parameters if parameter.grad is not None])
         if step % RECIPE["checkpoint_interval"] == 0 or step == last:
-            entries += interval.close(learning_rate=0.05, batch=16, world_size=1, attempt=attempt)
+            entries += interval.close(last_step=step, learning_rate=0.05, batch=16, world_size=1, attempt=attempt)
+            interval.open()
     return entries
 
 
@@ -115,3 +116,14 @@ def test_a_run_cut_anywhere_and_replayed_from_its_last_commit_has_each_step_once
         assert [each["loss"] for each in journal.entries] == [each["loss"] for each in whole]
         assert model_sha256(second_model.state_dict()) == model_sha256(whole_model.state_dict())
         assert momentum_sha256(second_optimizer.state_dict()) == momentum_sha256(whole_optimizer.state_dict())
+
+
+def test_batches_of_steps_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers() -> list[tuple[float, float, float]]:
+        entries = run(1, 12, *fresh(), attempt=1)
+        return [(each["loss"], each["gradient_norm"], each["parameter_change"]) for each in entries]
+
+    at_once = numbers()
+    for kept in (1, 3, 4):
+        monkeypatch.setattr("trainer.journal.MOST_STEPS_KEPT", kept)
+        assert numbers() == at_once

@@ -117,7 +117,7 @@ def test_a_secret_is_read_only_from_a_closed_file_of_ours(place: Path) -> None:
     (place / "link").symlink_to(secret)
     with pytest.raises(NotPrivate, match="link"):
         read_private_file(place / "link", "the secret")
-    with pytest.raises(NotPrivate, match="the secret .* does not exist"):
+    with pytest.raises(NotPrivate, match=r"the secret .* does not exist"):
         read_private_file(place / "none", "the secret")
 
 

@@ -175,6 +175,6 @@ class Flaky:
 def test_a_lost_answer_is_looked_up_and_not_sent_twice(
     files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exports.time, "sleep", lambda _s: None)
-    exports.upload(Flaky(3), str(tmp_path), files)  # type: ignore[arg-type]
+    monkeypatch.setattr("trainer.exports.time.sleep", lambda _s: None)
+    exports.upload(Flaky(3), str(tmp_path), files)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files

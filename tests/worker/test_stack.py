@@ -125,7 +125,7 @@ def test_a_killed_supervisor_takes_its_services_along_and_the_next_finds_all_sta
     assert one.record.ports == ports
     assert one.home.credentials() == credentials
     assert get(one, "kept") == b"data"
-    assert "Running" in one.shell("temporal workflow describe --workflow-id left-open")
+    assert "STATUS_RUNNING" in one.shell("temporal workflow describe --workflow-id left-open --output json")
     assert one.send(signal.SIGTERM) == 0
     assert "1 run(s) are not finished" in one.text()
 

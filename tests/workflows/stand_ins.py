@@ -27,7 +27,7 @@ from temporalio.client import (
 )
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from activities.custody import claim
+from activities.custody import claimed
 from workflows import activity_names as names
 from workflows.evidence import (
     Artifacts,
@@ -228,11 +228,11 @@ class World:
     async def touch(self, identity: Identity, kind: ClaimKind, name: str) -> None:
         """Claim, then create or adopt: what every mutating activity does."""
         wanted = a_claim(identity, kind, name)
-        permit = await claim(self.client, identity, wanted)
-        permit.check()
-        if wanted.id not in self.exists:
-            self.exists.add(wanted.id)
-            self.touched.append(wanted.id)
+        async with claimed(self.client, identity, wanted) as permit:
+            permit.check()
+            if wanted.id not in self.exists:
+                self.exists.add(wanted.id)
+                self.touched.append(wanted.id)
 
 
 def a_claim(identity: Identity, kind: ClaimKind = "job", name: str = "job", **changes: Any) -> Claim:

@@ -1,18 +1,547 @@
-"""GuardedTrain on a real server: every ending, in every phase, and what is left afterwards: nothing."""
+"""GuardedTrain on a real server: its story, its failures, its deadlines, and what it says on the way."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from datetime import timedelta
+from typing import Any
 
-from tests.workflows.conftest import Keep, Temporal
-from tests.workflows.stand_ins import DRILLED, FULL, PLAIN, World, custodys_word, ending_of
+import pytest
+from temporalio.api.common.v1 import Payload
+from temporalio.api.enums.v1 import EventType
+from temporalio.api.history.v1 import HistoryEvent
+from temporalio.api.sdk.v1 import WorkflowMetadata
+from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.common import RawValue, SearchAttributeKey
+
+import workflows.guarded_train
+from tests.workflows.conftest import Keep
+from tests.workflows.server import Temporal
+from tests.workflows.stand_ins import (
+    DRILLED,
+    FULL,
+    PLAIN,
+    Hold,
+    Usual,
+    World,
+    a_proof,
+    a_release,
+    answers,
+    custodys_word,
+    ending_of,
+    fails,
+    loses_the_first_answer,
+    soon,
+    until,
+    watched,
+)
+from worker.setup import SEARCH_ATTRIBUTES
+from workflows import activity_names as names
+from workflows.evidence import Artifacts, Check, Identity, Verdict
+from workflows.orders import PARITY
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONGEST_RUN, LONGEST_CUSTODY = 250, 150
+"""Events that a history may have, however long the run trains (design: History and cost)."""
+LATER = timedelta(hours=12)
+
+
+async def events_of(handle: WorkflowHandle[Any, Any]) -> list[HistoryEvent]:
+    return list((await handle.fetch_history()).events)
+
+
+# The story -----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_run_without_a_drill_succeeds_and_leaves_nothing(world: World, keep_history: Keep) -> None:
     run = await world.start(PLAIN)
     ending = await ending_of(run)
-    print(ending)
+    verdict = ending.verdict
+    assert verdict
+    assert (ending.status, verdict.outcome, verdict.cleanup) == ("completed", "succeeded", "clean")
+    assert (verdict.run_key, verdict.run_id) == (world.key, world.first_run_id)
+    assert verdict.storage == f"s3://lanyard/runs/{world.key}"
+    assert (verdict.commits[-1].step, verdict.steps) == (32, 32)
+    assert verdict.strike is None
+    assert verdict.artifacts
+    assert "recovery: no drill was asked for" in verdict.not_proved
+    told = [name for name in world.story() if name != names.WATCH]
+    assert told == [
+        names.ORIENT,
+        names.PREFLIGHT,
+        names.LAUNCH,
+        names.PROVE_HOSTS,
+        names.SUBMIT,
+        names.PROVE,
+        names.SAVE_RECORDS,
+        names.VERIFY,
+        names.REPORT,
+    ]
     record = await custodys_word(world)
-    print(record, world.story())
+    assert record.cleanup == "clean"
+    assert world.touched == [f"cluster/{world.key}", f"job/{world.key}-train"]
+    assert world.released == world.touched[::-1]
+    assert world.orders(names.REPORT_UNSPOKEN) == []
+    await keep_history(run, "run-succeeded")
+    await keep_history(world.custody, "custody-of-a-run-that-succeeded")
+
+
+async def test_a_run_with_drill_and_parity_kills_one_worker_after_the_commit_and_proves_recovery(
+    world: World, keep_history: Keep
+) -> None:
+    run = await world.start(FULL)
+    ending = await ending_of(run)
+    verdict = ending.verdict
+    assert verdict
+    assert (verdict.outcome, verdict.cleanup) == ("succeeded", "clean")
+    assert verdict.victim
+    assert verdict.drill
+    assert (verdict.victim.commit.step, verdict.drill.resumed_step, verdict.drill.parity) == (8, 9, "equal")
+    assert not any("recovery" in said for said in verdict.not_proved)
+    [choice], [blow] = world.orders(names.CHOOSE), world.orders(names.STRIKE)
+    assert (choice.victim, blow.victim) == (None, verdict.victim)
+    main, parity = world.orders(names.SUBMIT)
+    assert (main.order["drill"]["after_step"], parity.order["drill"]) == (8, None)
+    assert (main.train_name, parity.train_name) == ("main", PARITY)
+    [proof] = world.orders(names.PROVE)
+    assert (proof.victim, proof.strike, proof.parity) == (verdict.victim, verdict.strike, True)
+    assert {c.checkpoint for c in verdict.commits} == {f"checkpoint_{step:06d}" for step in range(4, 33, 4)}
+    [verified] = world.orders(names.VERIFY)
+    assert verified.submission_id == f"{world.key}-train"
+    [saved] = world.orders(names.SAVE_RECORDS)
+    assert saved.submissions == (f"{world.key}-train", f"{world.key}-parity")
+    phases = [phase.name for phase in verdict.phases]
+    assert phases == [
+        "preflight",
+        "provision",
+        "serve",
+        "submit",
+        "train",
+        "drill",
+        "recover",
+        "parity",
+        "prove",
+        "save records",
+        "release",
+        "verify",
+        "report",
+    ]
+    assert all(phase.ended is not None for phase in verdict.phases)
+    record = await custodys_word(world)
+    assert world.released == [f"{name}" for name in world.touched[::-1]]
+    assert [c.kind for c in record.claims] == ["cluster", "job", "job", "job"]
+    await keep_history(run, "run-with-drill-and-parity-succeeded")
+    await keep_history(world.custody, "custody-of-a-run-with-drill-and-parity")
+
+
+async def test_a_history_stays_small_and_is_as_long_for_a_run_ten_times_longer(
+    temporal: Temporal, world: World
+) -> None:
+    lengths = []
+    for steps in (320, 3200):
+        one = temporal.stand_ins.world(f"{steps} steps".replace(" ", "-"))
+        spec = {**FULL, "workload": {"kind": "regression", "recipe": {"steps": steps, "checkpoint_interval": 4}}}
+        # A long run's keeper and watch each go through many attempts: they cost nothing.
+        one.script[names.WATCH] = fails("the worker went away", times=3)
+        run = await one.start(spec)
+        ending = await ending_of(run)
+        assert ending.verdict
+        assert ending.verdict.outcome == "succeeded"
+        await custodys_word(one)
+        lengths.append((scheduled(await events_of(run)), scheduled(await events_of(one.custody))))
+        assert len(await events_of(run)) <= LONGEST_RUN
+        assert len(await events_of(one.custody)) <= LONGEST_CUSTODY
+        print(f"{steps} steps: {len(await events_of(run))} events, custody {len(await events_of(one.custody))}")
+    assert lengths[0] == lengths[1]
+
+
+def scheduled(events: list[HistoryEvent]) -> int:
+    """Events without workflow tasks, of which a run has one more or less as answers happen to come together."""
+    tasks = (
+        EventType.EVENT_TYPE_WORKFLOW_TASK_SCHEDULED,
+        EventType.EVENT_TYPE_WORKFLOW_TASK_STARTED,
+        EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED,
+    )
+    return sum(event.event_type not in tasks for event in events)
+
+
+@pytest.mark.parametrize("activity", [names.LAUNCH, names.SUBMIT, names.STRIKE])
+async def test_an_effect_whose_answer_was_lost_is_adopted_and_not_made_twice(world: World, activity: str) -> None:
+    world.script[activity] = loses_the_first_answer()
+    ending = await ending_of(await world.start(DRILLED))
+    assert ending.verdict
+    assert ending.verdict.outcome == "succeeded"
+    assert len(world.orders(activity)) == 2
+    assert len(world.touched) == len(set(world.touched)) == 3
+    record = await custodys_word(world)
+    assert [c.id for c in record.claims] == world.touched
+
+
+# Failures ------------------------------------------------------------------------------------------------------------
+
+BEFORE_RELEASE = {
+    names.ORIENT: [],
+    names.PREFLIGHT: [],
+    names.LAUNCH: [],
+    names.PROVE_HOSTS: ["cluster/{}"],
+    names.SUBMIT: ["cluster/{}"],
+    names.WATCH: ["cluster/{}", "job/{}-train"],
+    names.CHOOSE: ["cluster/{}", "job/{}-train"],
+    names.STRIKE: ["cluster/{}", "job/{}-train"],
+    names.PROVE: ["cluster/{}", "job/{}-train", "job/{}-strike", "job/{}-parity"],
+}
+
+
+@pytest.mark.parametrize("activity", BEFORE_RELEASE)
+async def test_whatever_fails_the_run_ends_failed_with_its_words_and_releases_what_it_claimed(
+    world: World, activity: str
+) -> None:
+    world.script[activity] = fails("out of sockets; bring more")
+    ending = await ending_of(await world.start(FULL))
+    assert (ending.status, ending.kind) == ("failed", "failed")
+    assert ending.message.startswith("failed: out of sockets; bring more")
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("failed", "clean")
+    claims = [name.format(world.key) for name in BEFORE_RELEASE[activity]]
+    if activity != names.ORIENT:
+        record = await custodys_word(world)
+        assert [c.id for c in record.claims] == claims
+        assert world.released == claims[::-1]
+    assert names.VERIFY not in world.story()
+    assert (names.SAVE_RECORDS in world.story()) == (len(claims) > 1)
+
+
+async def test_what_was_created_by_a_launch_that_failed_is_released(world: World, keep_history: Keep) -> None:
+    async def half(order: Any, usual: Usual) -> Any:
+        await usual()
+        await fails("one of two hosts came up")(order, usual)
+
+    world.script[names.LAUNCH] = half
+    run = await world.start(PLAIN)
+    ending = await ending_of(run)
+    assert ending.message == "failed: one of two hosts came up"
+    await custodys_word(world)
+    assert world.released == [f"cluster/{world.key}"]
+    await keep_history(run, "run-failed")
+
+
+async def test_a_preflight_that_refuses_ends_the_run_rejected_with_nothing_touched(
+    world: World, keep_history: Keep
+) -> None:
+    world.script[names.PREFLIGHT] = fails("storage.uri: this prefix already holds a run", kind="Rejected")
+    run = await world.start(PLAIN)
+    ending = await ending_of(run)
+    assert (ending.status, ending.kind) == ("failed", "rejected")
+    assert ending.message == "rejected: storage.uri: this prefix already holds a run"
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("rejected", "clean")
+    await custodys_word(world)
+    assert world.touched == []
+    assert names.REPORT not in world.story()
+    await keep_history(run, "run-rejected-by-preflight")
+
+
+@pytest.mark.parametrize("activity", [names.SAVE_RECORDS, names.REPORT])
+async def test_records_and_a_report_that_cannot_be_written_change_no_outcome(world: World, activity: str) -> None:
+    world.script[activity] = fails("the storage is full")
+    run = await world.start(PLAIN)
+    ending = await ending_of(run)
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("succeeded", "clean")
+    told = await run.query("progress")
+    assert any("the storage is full" in event["what"] for event in told["events"])
+    await custodys_word(world)
+
+
+async def test_artifacts_that_cannot_be_verified_fail_the_run_and_leave_it_clean(world: World) -> None:
+    world.script[names.VERIFY] = fails("the bucket is gone")
+    ending = await ending_of(await world.start(PLAIN))
+    assert ending.message.startswith("failed: artifacts could not be verified: the bucket is gone")
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("failed", "clean")
+    await custodys_word(world)
+
+
+async def test_artifacts_that_do_not_hold_fail_the_run_with_the_check_that_failed(world: World) -> None:
+    checks = (Check(name="checksums", ok=True, detail=""), Check(name="recording", ok=False, detail="step 7 is missing"))
+    world.script[names.VERIFY] = answers(Artifacts(ok=False, submission_id="x", checks=checks, figures={}))
+    ending = await ending_of(await world.start(PLAIN))
+    assert "artifacts do not hold after teardown: recording: step 7 is missing" in ending.message
+    assert "checksums" not in ending.message
+    assert ending.verdict
+    assert ending.verdict.artifacts
+    await custodys_word(world)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("failed", "training failed (job FAILED); rank 1 raised; out of memory"),
+        ("stalled", "training stalled: no new commit within limits.stall; rank 1 raised; out of memory"),
+        ("lost", "the job's endpoint was lost; rank 1 raised; out of memory"),
+    ],
+)
+async def test_a_job_that_ends_badly_fails_the_run_with_the_diagnosis_and_the_way_on(
+    world: World, end: Any, words: str
+) -> None:
+    async def behave(order: Any, usual: Usual) -> Any:
+        if order.seen is None:
+            return await usual()
+        return watched(end, 4, job_status="FAILED", message="rank 1 raised", diagnosis="out of memory")
+
+    world.script[names.WATCH] = behave
+    ending = await ending_of(await world.start(PLAIN))
+    assert ending.message == (
+        f'failed: {words} (the last commit is step 4; go on from it with "resume": '
+        f'{{"from": "s3://lanyard/runs/{world.key}"}})'
+    )
+    assert ending.verdict
+    assert ending.verdict.resume_from == f"s3://lanyard/runs/{world.key}"
+    assert names.SAVE_RECORDS in world.story()
+    await custodys_word(world)
+
+
+async def test_a_drill_whose_recovery_is_not_proved_fails_the_run_and_says_why(world: World) -> None:
+    async def behave(order: Any, usual: Usual) -> Any:
+        return a_proof(order, problems=("rank 1 restored nothing", "momentum differs"))
+
+    world.script[names.PROVE] = behave
+    ending = await ending_of(await world.start(DRILLED))
+    assert "the drill failed: rank 1 restored nothing; momentum differs" in ending.message
+    assert ending.verdict
+    assert ending.verdict.drill
+    assert not ending.verdict.drill.proved
+    await custodys_word(world)
+
+
+async def test_a_training_that_finishes_before_the_drill_fails_the_run(world: World) -> None:
+    world.script[names.WATCH] = answers(watched("finished", 32))
+    ending = await ending_of(await world.start(DRILLED))
+    assert "the drill was not done: training finished before a commit at step 8 was seen" in ending.message
+    await custodys_word(world)
+
+
+async def test_a_bug_in_the_story_ends_the_run_failed_and_releases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(workflows.guarded_train, "milestones", broken)
+    ending = await ending_of(await world.start(PLAIN))
+    assert ending.message == "failed: unexpected ZeroDivisionError: a bug"
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("failed", "clean")
+    await custodys_word(world)
+    assert len(world.released) == 2
+
+
+async def test_a_bug_in_the_closing_ends_the_run_failed_and_custody_releases(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **more: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(workflows.guarded_train, "RecordsOrder", broken)
+    ending = await ending_of(await world.start(PLAIN))
+    assert (ending.status, ending.kind) == ("failed", "ZeroDivisionError")
+    assert (await custodys_word(world)).cleanup == "clean"
+    assert len(world.released) == 2
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+def encoded(data: bytes, **metadata: bytes) -> RawValue:
+    return RawValue(Payload(metadata=metadata, data=data))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ([], "no input was given"),
+        ([PLAIN, PLAIN], "2 inputs were given"),
+        ([None], "the input is null"),
+        (["text"], "the input is text"),
+        ([[PLAIN]], "the input is a list"),
+        ([{}], "name is missing"),
+        ([{**PLAIN, "hosts": {"provider": "local", "count": 1}}], "hosts.count must be more than one host"),
+        ([{**PLAIN, "colour": "red"}], "colour is not a field of run.json"),
+        ([{**DRILLED, "drill": {"after_step": 9}}], "drill.after_step must be a multiple of checkpoint_interval"),
+        ([encoded(b"x", encoding=b"binary/encrypted")], "cannot be decoded"),
+        ([encoded(b"{", encoding=b"json/plain")], "cannot be decoded"),
+        ([encoded(b"{}")], "cannot be decoded"),
+    ],
+)
+async def test_bad_input_ends_the_run_rejected_before_anything_is_asked_or_started(
+    world: World, inputs: list[Any], words: str
+) -> None:
+    run = await world.start(*inputs) if inputs else await world.start(None, no_input=True)
+    ending = await ending_of(run)
+    assert (ending.status, ending.kind) == ("failed", "rejected")
+    assert words in ending.message
+    assert world.asked == []
+    kinds = {event.event_type for event in await events_of(run)}
+    assert EventType.EVENT_TYPE_START_CHILD_WORKFLOW_EXECUTION_INITIATED not in kinds
+    assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
+    assert await run.query("verdict") is None
+
+
+async def test_a_rejected_runs_history_is_kept_for_replay(world: World, keep_history: Keep) -> None:
+    run = await world.start({})
+    assert (await ending_of(run)).kind == "rejected"
+    await keep_history(run, "run-rejected")
+
+
+# Deadlines -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("activity", "claims"), [(names.LAUNCH, 0), (names.PROVE_HOSTS, 1)])
+async def test_provisioning_that_takes_too_long_fails_the_run(
+    temporal: Temporal, world: World, activity: str, claims: int
+) -> None:
+    world.script[activity] = fails("no quota yet", again_in=LATER)
+    run = await world.start({**PLAIN, "limits": {"provision": "20m"}})
+    await asked(world, activity)
+    await temporal.fast_forward(run, 20 * 60 + 1)
+    ending = await ending_of(run)
+    assert "provision took longer than 20 minutes (limits.provision)" in ending.message
+    record = await custodys_word(world)
+    assert len(record.claims) == claims
+
+
+async def test_a_launch_that_hangs_is_cancelled_at_its_deadline_and_released(world: World) -> None:
+    hold = world.script[names.LAUNCH] = Hold(after=True)
+    ending = await ending_of(await world.start({**PLAIN, "limits": {"provision": "10s"}}))
+    assert "provision took longer than" in ending.message
+    await custodys_word(world)
+    await soon(hold.cancelled.wait())
+    assert world.released == [f"cluster/{world.key}"]
+
+
+@pytest.mark.parametrize(("activity", "claims"), [(names.WATCH, 2), (names.PROVE_HOSTS, 1)])
+async def test_a_run_past_its_limit_fails_and_is_released(
+    temporal: Temporal, world: World, activity: str, claims: int, keep_history: Keep
+) -> None:
+    world.script[activity] = fails("not yet", again_in=LATER)
+    run = await world.start({**PLAIN, "limits": {"run": "90m", "provision": "6h"}})
+    await asked(world, activity)
+    await temporal.fast_forward(run, 90 * 60 + 1)
+    ending = await ending_of(run)
+    assert "the run's limit of 90 minutes (limits.run, extended) passed" in ending.message
+    record = await custodys_word(world)
+    assert len(record.claims) == claims
+    await keep_history(run, f"run-past-its-limit-in-{activity.replace('_', '-')}")
+
+
+async def test_an_activity_that_never_answers_in_its_time_fails_the_run_with_its_last_words(
+    temporal: Temporal, world: World
+) -> None:
+    world.script[names.PREFLIGHT] = fails("the endpoint does not answer", again_in=timedelta(minutes=4))
+    run = await world.start(PLAIN)
+    await asked(world, names.PREFLIGHT)
+    await temporal.fast_forward(run, 10 * 60 + 1)
+    ending = await ending_of(run)
+    assert ending.kind == "failed"
+    assert "the endpoint does not answer" in ending.message
+    await custodys_word(world)
+
+
+async def test_past_the_teardown_limit_the_run_closes_and_says_that_custody_goes_on(
+    temporal: Temporal, world: World, keep_history: Keep
+) -> None:
+    slow = world.script[names.RELEASE] = Hold()
+    run = await world.start({**PLAIN, "limits": {"teardown": "15m"}})
+    await soon(slow.reached.wait())
+    await temporal.fast_forward(run, 15 * 60 + 1)
+    ending = await ending_of(run)
+    assert ending.verdict
+    assert (ending.status, ending.verdict.outcome, ending.verdict.cleanup) == ("completed", "succeeded", "releasing")
+    assert (await world.custody.query("state"))["state"] == "releasing"
+    assert world.exists != set()
+    slow.go.set()
+    assert (await custodys_word(world)).cleanup == "clean"
+    await keep_history(run, "run-past-its-teardown-limit")
+
+
+async def asked(world: World, activity: str) -> None:
+    async def there() -> bool:
+        return bool(world.orders(activity))
+
+    await until(there, f"{activity} is asked")
+
+
+# What the outside may say --------------------------------------------------------------------------------------------
+
+
+async def held_in_training(world: World, spec: dict[str, Any] = PLAIN) -> tuple[WorkflowHandle[Any, Any], Hold]:
+    hold = Hold()
+    world.script[names.WATCH] = hold
+    run = await world.start(spec)
+    await soon(hold.reached.wait())
+    return run, hold
+
+
+async def test_an_extension_moves_the_deadline_of_the_run_and_of_custody(world: World, keep_history: Keep) -> None:
+    run, hold = await held_in_training(world)
+    before, custodys = (await run.query("progress"))["deadline"], (await world.custody.query("state"))["deadline"]
+    for minutes in [*range(1, 20), 0.5 + 19.5]:
+        answer = await run.execute_update("extend", minutes)
+        assert answer.endswith("UTC")
+    assert (await run.query("progress"))["deadline"] == pytest.approx(before + 210 * 60)
+    assert (await world.custody.query("state"))["deadline"] == pytest.approx(custodys + 210 * 60)
+    assert await world.custody.describe() is not None
+    assert await (await world.custody.describe()).memo_value("deadline") == pytest.approx(custodys + 210 * 60)
+    with pytest.raises(WorkflowUpdateFailedError) as refused:
+        await run.execute_update("extend", 1)
+    assert "extended 20 times already" in str(refused.value.cause)
+    hold.go.set()
+    assert (await ending_of(run)).status == "completed"
+    await custodys_word(world)
+    assert len(await events_of(run)) <= LONGEST_RUN
+    assert len(await events_of(world.custody)) <= LONGEST_CUSTODY
+    await keep_history(run, "run-extended-twenty-times")
+    await keep_history(world.custody, "custody-extended-twenty-times")
+
+
+async def test_an_extended_run_outlives_its_first_deadline(temporal: Temporal, world: World) -> None:
+    world.script[names.WATCH] = fails("not yet", again_in=LATER)
+    run = await world.start({**PLAIN, "limits": {"run": "60m"}})
+    await asked(world, names.WATCH)
+    await run.execute_update("extend", 30)
+    await temporal.fast_forward(run, 80 * 60)
+    assert (await run.query("progress"))["phase"] == "train"
+    await temporal.fast_forward(run, 10 * 60 + 1)
+    assert "limit of 60 minutes (limits.run, extended) passed" in (await ending_of(run)).message
+    await custodys_word(world)
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], [0], [0.5], [-5], [1441], ["ten"], [True], [None], [[5]], [{"minutes": 5}], [5, 5]], ids=str
+)
+async def test_an_extension_that_makes_no_sense_is_refused_and_costs_nothing(
+    temporal: Temporal, open_run: tuple[World, WorkflowHandle[Any, Any]], wrong: list[Any]
+) -> None:
+    _, run = open_run
+    before = await run.query("progress"), len(await events_of(run))
+    with pytest.raises(WorkflowUpdateFailedError):
+        await run.execute_update("extend", args=wrong)
+    assert (await run.query("progress"))["deadline"] == before[0]["deadline"]
+
+
+@pytest.fixture(scope="module")
+def open_runs() -> list[tuple[World, WorkflowHandle[Any, Any]]]:
+    return []
+
+
+@pytest.fixture
+async def open_run(
+    temporal: Temporal, open_runs: list[tuple[World, WorkflowHandle[Any, Any]]]
+) -> tuple[World, WorkflowHandle[Any, Any]]:
+    """One run that trains until the session ends, for tests that only talk to it."""
+    if not open_runs:
+        world = temporal.stand_ins.world("open-run")
+        run, _ = await held_in_training(world)
+        open_runs.append((world, run))
+    return open_runs[0]
