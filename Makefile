@@ -76,7 +76,8 @@ clean: ## remove environments and caches of this checkout, never .lanyard (runs 
 
 $(OPERATOR): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	    echo "Lanyard needs Python 3.11 or later; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	    version=$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing); \
+	    echo "Lanyard needs Python 3.11 or later; $(PYTHON) is $$version." >&2; \
 	    echo "Install one and name it: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@echo 'operator environment: building $(VENV) (about a minute)'
 	@rm -rf $(VENV)

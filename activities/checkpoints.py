@@ -47,7 +47,7 @@ def commits_of(raw: bytes) -> list[Commit]:
             results.append(latest)
         index = int(told["current_report_index"])
         found = [_commit(result, index) for result in results]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DamagedRecord(f"the commit record is damaged: {type(error).__name__}: {error}") from error
     return sorted(found, key=lambda c: c.step)
 

@@ -25,6 +25,8 @@ MAX_LOG: Final = 8 * 1024 * 1024
 """Logs are saved from their end, at most this much."""
 MAX_PACKAGE: Final = 50 * 1024 * 1024
 """Pure-Python source is small; more is data or an environment, and belongs elsewhere."""
+CLUSTER_ACTORS: Final = frozenset({"_AutoscalingCoordinatorActor"})
+"""Ray's own singletons: Train creates them detached, they hold nothing, and they end with the cluster."""
 _SKIP: Final = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".pytest_cache"})
 
 
@@ -224,7 +226,7 @@ class Jobs:
         Train's detached placement-group cleaner carries the job's runtime environment like every other actor of the
         job, and must be gone before a release is a release (ray #62753, #61689).
         """
-        actors = [a for a in await self.state("actors") if submission_id in _traces(a) or a["job_id"] == ray_job_id]
+        actors = [a for a in await self.state("actors") if _is_of(a, submission_id, ray_job_id)]
         drivers = {ray_job_id, *(a["job_id"] for a in actors if "JobSupervisor" not in str(a.get("class_name")))}
         groups = [g for g in await self.state("placement_groups") if g.get("creator_job_id") in drivers]
         return [
@@ -247,5 +249,9 @@ class Jobs:
         return answer
 
 
-def _traces(actor: dict[str, Any]) -> str:
-    return json.dumps([actor.get("name"), actor.get("serialized_runtime_env")])
+def _is_of(actor: dict[str, Any], submission_id: str, ray_job_id: str | None) -> bool:
+    if actor.get("class_name") in CLUSTER_ACTORS:
+        return False
+    return actor["job_id"] == ray_job_id or submission_id in json.dumps(
+        [actor.get("name"), actor.get("serialized_runtime_env")]
+    )

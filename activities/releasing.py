@@ -35,7 +35,10 @@ class Releasing:
     async def release(self, order: ReleaseOrder) -> Release:
         """Every step is tried even if the one before failed. Returns only when all is proved absent twice; until
         then it fails, saying what is still there, and is retried for as long as custody wants."""
-        provider = self._providers.of(order.hosts)
+        try:
+            provider = self._providers.of(order.hosts)
+        except ApplicationError as missing:
+            raise ApplicationError(f"nothing was released: {missing}", type="NoProvider") from missing
         steps: list[StepTaken] = []
         async with beating(note="release begins") as heart:
             steps.append(await self._step("tombstone", "custody", self._raise_tombstone(order)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Final
 
-COMMITS_KEPT: Final = 4
+COMMITS_KEPT: Final = 8
 """Commits kept in storage, the newest last: more than one, so that a damaged one does not strand the run."""
 
 COLLECTIVE_TIMEOUT_S: Final = 600

@@ -189,14 +189,25 @@ class Custody:
             except ActivityError as failed:
                 self._struggle = presentation.first_line(failed.cause or failed)
                 self._show()
-                record = await self._release_activity(
-                    order, timeouts.RELEASE_FOR_EVER, f"still releasing: {self._struggle}"[:200]
-                )
+                record = await self._release_for_ever(order)
                 self._struggle = ""
         self._record = record
         self._show()
         await self._tell_the_run(record)
         return record
+
+    async def _release_for_ever(self, order: ReleaseOrder) -> Release:
+        """One activity with unlimited retries. Should it end all the same, a bug or a wrong worker did that, and
+        custody must not end with it: asked again, slowly."""
+        while True:
+            try:
+                return await self._release_activity(
+                    order, timeouts.RELEASE_FOR_EVER, f"still releasing: {self._struggle}"[:200]
+                )
+            except ActivityError as failed:
+                self._struggle = presentation.first_line(failed.cause or failed)
+                self._show()
+                await workflow.sleep(timeouts.RELEASE_AGAIN, summary="before releasing is tried again")
 
     async def _release_activity(self, order: ReleaseOrder, retry: Any, summary: str) -> Release:
         record: Release = await workflow.execute_activity(

@@ -140,8 +140,8 @@ class GuardedTrain:
         place = await self._unless_stopped(
             self._act(names.ORIENT, None, Deployment, timeouts.SHORT, "find out about this deployment")
         )
-        identity = identity.model_copy(update={"deployment": place.deployment})
-        self._progress.deployment, self._progress.identity = place, identity
+        self._progress.deployment = place
+        identity = self._progress.identity = identity.model_copy(update={"deployment": place.deployment})
         self._show()
         return identity
 
@@ -245,6 +245,8 @@ class GuardedTrain:
             if result.end != "milestone":
                 raise Failed(presentation.job_ended_badly(result))
             self._show()
+            if self._progress.has_recovered():
+                self._enter("train")
             if drill and self._progress.strike is None and seen and seen.step >= drill.after_step:
                 await self._drill(DrillOrder(job=job, commit=seen))
         if drill and self._progress.strike is None:

@@ -61,7 +61,7 @@ def run_details(progress: Progress, message: str = "") -> str:
         )
     if progress.release:
         lines.append(f"| cleanup | {progress.release.cleanup} |")
-    lines += ["", "Second by second: the pending activity's heartbeat, below on this page.", "", "**So far**", ""]
+    lines += ["", "Second by second: the heartbeat of the activity under *Pending Activities*.", "", "**So far**", ""]
     lines += [f"- {clock(event['at'])} {event['what']}" for event in progress.events[-12:]]
     return "\n".join(lines)
 

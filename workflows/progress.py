@@ -76,6 +76,12 @@ class Progress:
         if commit and (not self.commits or self.commits[-1] != commit):
             self.commits.append(commit)
 
+    def has_recovered(self) -> bool:
+        """A commit beyond the one the drill was done after: training goes on again."""
+        return bool(
+            self.phase == "recover" and self.victim and self.commit and self.commit.step > self.victim.commit.step
+        )
+
     def own(self, *what: str) -> None:
         self.owned = [*self.owned, *(w for w in what if w not in self.owned)]
 

@@ -57,6 +57,8 @@ RELEASE_FOR_EVER = RetryPolicy(
     initial_interval=timedelta(seconds=5), backoff_coefficient=1.5, maximum_interval=timedelta(seconds=60)
 )
 """What cannot be proved absent is retried for as long as it takes: one activity, constant history."""
+RELEASE_AGAIN = timedelta(minutes=5)
+"""Between two releases that ended without a retry, which only a bug or a misconfigured worker can do."""
 KEEPER = RetryPolicy(
     initial_interval=timedelta(seconds=1), backoff_coefficient=1.5, maximum_interval=timedelta(seconds=10)
 )

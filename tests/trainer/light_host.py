@@ -50,7 +50,14 @@ def main() -> int:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
 
-    timing = {"look_every_s": 0.1, "lease_wait_s": 2.0, "start_s": 20.0, "grace_s": 0.5, "kill_s": 10.0}
+    timing = {
+        "look_every_s": 0.1,
+        "lease_wait_s": 2.0,
+        "start_s": 20.0,
+        "grace_s": 0.5,
+        "tombstone_grace_s": 0.2,
+        "kill_s": 10.0,
+    }
     return hosting.Service(
         order,
         observe=observe,

@@ -209,9 +209,20 @@ def test_a_tombstone_raised_later_ends_everything(host: Host) -> None:
     host.lease()
     host.start_and_wait()
     host.tombstone()
-    assert host.ended(5) == 0
+    assert host.ended(10) == 0
     assert host.state["reason"] == "tombstone"
     assert host.nothing_left()
+
+
+def test_a_running_host_leaves_a_release_the_time_for_its_order(host: Host) -> None:
+    host.environment["LIGHT_TIMING"] = json.dumps({"tombstone_grace_s": 2.0})
+    host.lease()
+    host.start_and_wait()
+    host.tombstone()
+    time.sleep(1.0)
+    assert all(map(running, host.pids))
+    assert host.ended(10) == 0
+    assert host.state["reason"] == "tombstone"
 
 
 def test_a_lease_that_is_not_renewed_ends_everything(host: Host) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from worker.__main__ import leave
 from worker.foreground import run_stack
 from worker.services import Addresses, Service, worker_service
 from worker.settings import Settings
@@ -24,6 +25,7 @@ def stand_in(environment: Mapping[str, str], addresses: Addresses) -> Service:
 
 if __name__ == "__main__":
     try:
-        sys.exit(asyncio.run(run_stack(Settings.load(), stand_in)))
+        leave(asyncio.run(run_stack(Settings.load(), stand_in)))
     except StackError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        leave(1)

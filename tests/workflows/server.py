@@ -11,7 +11,7 @@ from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-from tests.workflows.stand_ins import StandIns
+from tests.workflows.stand_ins import StandIns, soon
 from workflows import timeouts
 from workflows.custody import Custody
 from workflows.guarded_train import GuardedTrain
@@ -61,7 +61,7 @@ class Temporal:
     async def fast_forward(self, handle: WorkflowHandle[Any, Any], seconds: float) -> None:
         """Let this much time pass in one workflow. It does not pass while one of its activities runs; it does while
         an activity waits to be retried."""
-        await self._environment.fast_forward(handle, seconds)
+        await soon(self._environment.fast_forward(handle, seconds))
 
 
 def runner() -> SandboxedWorkflowRunner:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +63,6 @@ from workflows.evidence import (
     WatchResult,
 )
 from workflows.names import custody_id, run_key, submission_id
-from workflows.orders import PARITY
 from workflows.timeouts import RUN_QUEUE
 
 PATIENCE_S = 60.0
@@ -210,11 +208,10 @@ class World:
         """The names of the run's activities in the order they were asked; custody's own are left out."""
         return [name for name, _ in self.asked if name not in (names.KEEP, names.RELEASE, names.REPORT_UNSPOKEN)]
 
-    async def start(self, spec: Any = PLAIN, *more: Any, **options: Any) -> WorkflowHandle[Any, Any]:
-        """Start the run as a person would: by its type's name, with JSON."""
-        args = [] if spec is None else [copy.deepcopy(spec), *more]
+    async def start(self, *inputs: Any, **options: Any) -> WorkflowHandle[Any, Any]:
+        """Start the run as a person would: by its type's name, with whatever inputs; answers its exact run."""
         handle = await self.client.start_workflow(
-            "GuardedTrain", args=args, id=self.workflow_id, task_queue=RUN_QUEUE, **options
+            "GuardedTrain", args=inputs, id=self.workflow_id, task_queue=RUN_QUEUE, **options
         )
         assert handle.first_execution_run_id is not None
         self.first_run_id = handle.first_execution_run_id

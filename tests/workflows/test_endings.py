@@ -52,7 +52,9 @@ PHASES = {
     "train": Phase(names.WATCH, (CLUSTER, TRAIN)),
     "choose": Phase(names.CHOOSE, (CLUSTER, TRAIN)),
     "strike": Phase(names.STRIKE, (CLUSTER, TRAIN, STRIKE), after=True),
-    "recover": Phase(names.WATCH, (CLUSTER, TRAIN, STRIKE), when=lambda order: bool(order.seen and order.seen.step > 8)),
+    "recover": Phase(
+        names.WATCH, (CLUSTER, TRAIN, STRIKE), when=lambda order: bool(order.seen and order.seen.step > 8)
+    ),
     "parity's submit": Phase(
         names.SUBMIT,
         (CLUSTER, TRAIN, STRIKE, SECOND),
@@ -179,7 +181,9 @@ async def test_once_training_has_ended_a_stop_comes_too_late_and_the_outcome_sta
     assert world.story()[-1] == names.REPORT
 
 
-async def test_a_cancel_that_comes_with_the_end_of_an_activity_is_not_swallowed(temporal: Temporal, world: World) -> None:
+async def test_a_cancel_that_comes_with_the_end_of_an_activity_is_not_swallowed(
+    temporal: Temporal, world: World
+) -> None:
     run, hold = await held_in(world, PHASES["prove"])
     await temporal.stop_run_worker()  # which ends the activity too; it is tried again
     await run.cancel()

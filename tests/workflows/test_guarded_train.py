@@ -13,6 +13,8 @@ from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.sdk.v1 import WorkflowMetadata
 from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.common import RawValue, SearchAttributeKey
+from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.service import RPCError
 
 import workflows.guarded_train
 from tests.workflows.conftest import Keep
@@ -21,6 +23,7 @@ from tests.workflows.stand_ins import (
     DRILLED,
     FULL,
     PLAIN,
+    Behaviour,
     Hold,
     Usual,
     World,
@@ -39,6 +42,7 @@ from worker.setup import SEARCH_ATTRIBUTES
 from workflows import activity_names as names
 from workflows.evidence import Artifacts, Check, Identity, Verdict
 from workflows.orders import PARITY
+from workflows.timeouts import RUN_QUEUE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -264,7 +268,10 @@ async def test_artifacts_that_cannot_be_verified_fail_the_run_and_leave_it_clean
 
 
 async def test_artifacts_that_do_not_hold_fail_the_run_with_the_check_that_failed(world: World) -> None:
-    checks = (Check(name="checksums", ok=True, detail=""), Check(name="recording", ok=False, detail="step 7 is missing"))
+    checks = (
+        Check(name="checksums", ok=True, detail=""),
+        Check(name="recording", ok=False, detail="step 7 is missing"),
+    )
     world.script[names.VERIFY] = answers(Artifacts(ok=False, submission_id="x", checks=checks, figures={}))
     ending = await ending_of(await world.start(PLAIN))
     assert "artifacts do not hold after teardown: recording: step 7 is missing" in ending.message
@@ -377,7 +384,7 @@ def encoded(data: bytes, **metadata: bytes) -> RawValue:
 async def test_bad_input_ends_the_run_rejected_before_anything_is_asked_or_started(
     world: World, inputs: list[Any], words: str
 ) -> None:
-    run = await world.start(*inputs) if inputs else await world.start(None, no_input=True)
+    run = await world.start(*inputs)
     ending = await ending_of(run)
     assert (ending.status, ending.kind) == ("failed", "rejected")
     assert words in ending.message
@@ -491,7 +498,6 @@ async def test_an_extension_moves_the_deadline_of_the_run_and_of_custody(world: 
         assert answer.endswith("UTC")
     assert (await run.query("progress"))["deadline"] == pytest.approx(before + 210 * 60)
     assert (await world.custody.query("state"))["deadline"] == pytest.approx(custodys + 210 * 60)
-    assert await world.custody.describe() is not None
     assert await (await world.custody.describe()).memo_value("deadline") == pytest.approx(custodys + 210 * 60)
     with pytest.raises(WorkflowUpdateFailedError) as refused:
         await run.execute_update("extend", 1)
@@ -517,31 +523,223 @@ async def test_an_extended_run_outlives_its_first_deadline(temporal: Temporal, w
     await custodys_word(world)
 
 
+async def test_an_extension_that_makes_no_sense_is_refused_and_moves_nothing(world: World) -> None:
+    run, _ = await held_in_training(world)
+    before = (await run.query("progress"))["deadline"]
+    wrong: list[list[Any]] = [[], [0], [0.5], [-5], [1441], ["ten"], [True], [None], [[5]], [{"minutes": 5}], [5, 5]]
+    wrong += [[encoded(b"NaN", encoding=b"json/plain")], [encoded(b"x", encoding=b"other")], [float("inf")]]
+    for inputs in wrong:
+        with pytest.raises(WorkflowUpdateFailedError):
+            await run.execute_update("extend", args=inputs)
+    assert (await run.query("progress"))["deadline"] == before
+    await run.signal("abort")
+    assert (await ending_of(run)).status == "completed"
+    with pytest.raises(RPCError):
+        await run.execute_update("extend", 5)
+    await custodys_word(world)
+
+
+async def test_a_run_that_is_ending_is_not_extended(world: World) -> None:
+    slow = world.script[names.RELEASE] = Hold()
+    run = await world.start(PLAIN)
+    await soon(slow.reached.wait())
+    with pytest.raises(WorkflowUpdateFailedError) as refused:
+        await run.execute_update("extend", 5)
+    assert "this run is ending" in str(refused.value.cause)
+    slow.go.set()
+    assert (await ending_of(run)).status == "completed"
+    await custodys_word(world)
+
+
 @pytest.mark.parametrize(
-    "wrong", [[], [0], [0.5], [-5], [1441], ["ten"], [True], [None], [[5]], [{"minutes": 5}], [5, 5]], ids=str
+    ("inputs", "said"),
+    [
+        ([], "aborted as asked"),
+        (["enough"], "aborted as asked: enough"),
+        ([7], "aborted as asked: 7"),
+        ([{"why": "enough"}], "aborted as asked: {'why': 'enough'}"),
+        ([None], "aborted as asked"),
+        (["enough", "really"], "aborted as asked: enough"),
+        ([RawValue(Payload(metadata={"encoding": b"other"}, data=b"x"))], "aborted as asked"),
+    ],
+    ids=str,
 )
-async def test_an_extension_that_makes_no_sense_is_refused_and_costs_nothing(
-    temporal: Temporal, open_run: tuple[World, WorkflowHandle[Any, Any]], wrong: list[Any]
-) -> None:
-    _, run = open_run
-    before = await run.query("progress"), len(await events_of(run))
+async def test_an_abort_takes_any_reason_or_none(world: World, inputs: list[Any], said: str) -> None:
+    run, _ = await held_in_training(world)
+    await run.signal("abort", args=inputs)
+    ending = await ending_of(run)
+    assert ending.verdict
+    assert (ending.status, ending.verdict.outcome) == ("completed", "aborted")
+    assert ending.verdict.message.startswith(said)
+    await custodys_word(world)
+
+
+async def test_signals_and_updates_that_make_no_sense_change_nothing(world: World) -> None:
+    run, hold = await held_in_training(world)
+    stranger = Identity(
+        workflow_id="other",
+        run_id="other",
+        original_run_id="other",
+        run_key="other-0123456789",
+        custody_id="custody-other-0123456789",
+        deployment="test",
+        storage="s3://lanyard/runs/other-0123456789",
+    )
+    nonsense: list[list[Any]] = [[], ["clean"], [{}], [{"run_key": world.key}], [None], [1, 2], [a_release(stranger)]]
+    for inputs in [*nonsense, [encoded(b"x", encoding=b"other")]]:
+        await run.signal("released", args=inputs)
+    await run.signal("no-such-signal", args=[1, 2])
     with pytest.raises(WorkflowUpdateFailedError):
-        await run.execute_update("extend", args=wrong)
-    assert (await run.query("progress"))["deadline"] == before[0]["deadline"]
+        await run.execute_update("no-such-update")
+    assert (await run.query("progress"))["phase"] == "train"
+    hold.go.set()
+    ending = await ending_of(run)
+    assert ending.verdict
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("succeeded", "clean")
+    await custodys_word(world)
+    kinds = {event.event_type for event in await events_of(run)}
+    assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
 
 
-@pytest.fixture(scope="module")
-def open_runs() -> list[tuple[World, WorkflowHandle[Any, Any]]]:
-    return []
+# What it says --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def open_run(
-    temporal: Temporal, open_runs: list[tuple[World, WorkflowHandle[Any, Any]]]
-) -> tuple[World, WorkflowHandle[Any, Any]]:
-    """One run that trains until the session ends, for tests that only talk to it."""
-    if not open_runs:
-        world = temporal.stand_ins.world("open-run")
-        run, _ = await held_in_training(world)
-        open_runs.append((world, run))
-    return open_runs[0]
+class Turnstile:
+    """Lets the activities of a run through one at a time."""
+
+    def __init__(self) -> None:
+        self.there: asyncio.Queue[str] = asyncio.Queue()
+        self._open = asyncio.Semaphore(0)
+
+    def through(self) -> None:
+        self._open.release()
+
+    def at(self, name: str) -> Behaviour:
+        async def behave(order: Any, usual: Usual) -> Any:
+            self.there.put_nowait(name)
+            await self._open.acquire()
+            return await usual()
+
+        return behave
+
+
+async def test_the_queries_and_the_page_say_in_every_phase_and_after_the_close_what_is_going_on(world: World) -> None:
+    gate = Turnstile()
+    story = [
+        (names.ORIENT, "starting", 0),
+        (names.PREFLIGHT, "preflight", 0),
+        (names.LAUNCH, "provision", 0),
+        (names.PROVE_HOSTS, "serve", 1),
+        (names.SUBMIT, "submit", 1),
+        *[(names.WATCH, "train", 2)] * 2,
+        (names.CHOOSE, "drill", 2),
+        (names.STRIKE, "drill", 2),
+        *[(names.WATCH, "recover", 2)] * 6,
+        (names.SUBMIT, "parity", 2),
+        *[(names.WATCH, "parity", 3)] * 8,
+        (names.PROVE, "prove", 3),
+        (names.SAVE_RECORDS, "save records", 3),
+        (names.RELEASE, "release", 3),
+        (names.VERIFY, "verify", 0),
+        (names.REPORT, "report", 0),
+    ]
+    world.script.update({name: gate.at(name) for name, _, _ in story})
+    run = await world.start(FULL)
+    seen = 0
+    for name, phase, owned in story:
+        assert await soon(gate.there.get()) == name
+        told, claims = await run.query("progress"), await run.query("claims")
+        assert told["phase"] == phase
+        assert (told["steps"], told["run_key"]) == (32, world.key)
+        assert told["step"] >= seen
+        seen = told["step"]
+        assert len(claims["owned"]) == owned
+        assert await run.query("verdict") is None or name == names.REPORT
+        page = await page_of(run)
+        assert f"### {phase}" in page
+        assert f"| committed step | {seen} of 32 |" in page
+        gate.through()
+    assert (await ending_of(run)).status == "completed"
+    verdict = await run.query("verdict", result_type=Verdict)
+    assert (verdict.outcome, verdict.cleanup) == ("succeeded", "clean")
+    assert (await run.query("progress"))["step"] == 32
+    assert (await run.query("claims"))["owned"] == []
+    page = await page_of(run)
+    assert "succeeded: trained, exported and verified" in page
+    assert "| drill | rank 1 killed after commit 8 at " in page
+    await custodys_word(world)
+
+
+async def page_of(handle: WorkflowHandle[Any, Any]) -> str:
+    """The current details, as the UI asks for them."""
+    told: WorkflowMetadata = await handle.query("__temporal_workflow_metadata", result_type=WorkflowMetadata)
+    return told.current_details
+
+
+async def test_every_activity_timer_and_child_has_a_summary_for_the_runs_page(world: World) -> None:
+    run = await world.start(FULL)
+    assert (await ending_of(run)).status == "completed"
+    await custodys_word(world)
+    shown = (
+        EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED,
+        EventType.EVENT_TYPE_TIMER_STARTED,
+        EventType.EVENT_TYPE_START_CHILD_WORKFLOW_EXECUTION_INITIATED,
+    )
+    for handle in (run, world.custody):
+        events = [event for event in await events_of(handle) if event.event_type in shown]
+        assert len(events) >= 3
+        for event in events:
+            assert event.user_metadata.HasField("summary"), event
+            assert len(event.user_metadata.summary.data) > len('""')
+
+
+async def test_search_attributes_that_the_deployment_knows_tell_the_list_view(world: World) -> None:
+    world.search_attributes = SEARCH_ATTRIBUTES
+    run, hold = await held_in_training(world, DRILLED)
+    found = (await run.describe()).typed_search_attributes
+    assert found.get(SearchAttributeKey.for_keyword("LanyardPhase")) == "train"
+    hold.go.set()
+    assert (await ending_of(run)).status == "completed"
+    found = (await run.describe()).typed_search_attributes
+    shown = {name: found.get(SearchAttributeKey.for_keyword(name)) for name in SEARCH_ATTRIBUTES}
+    assert shown == {
+        "LanyardPhase": "report",
+        "LanyardRunKey": world.key,
+        "LanyardStep": "32/32",
+        "LanyardOutcome": "succeeded",
+        "LanyardCleanup": "clean",
+        "LanyardProvider": "local",
+    }
+    await custodys_word(world)
+    assert len(await events_of(run)) <= LONGEST_RUN
+    assert len(await events_of(world.custody)) <= LONGEST_CUSTODY
+    held = (await world.custody.describe()).typed_search_attributes
+    assert held.get(SearchAttributeKey.for_keyword("LanyardCleanup")) == "clean"
+
+
+async def test_where_search_attributes_are_not_known_the_run_goes_on_without_them(world: World) -> None:
+    world.search_attributes = ("LanyardPhase",)
+    run = await world.start(PLAIN)
+    assert (await ending_of(run)).status == "completed"
+    found = (await run.describe()).typed_search_attributes
+    assert found.get(SearchAttributeKey.for_keyword("LanyardPhase")) == "report"
+    assert found.get(SearchAttributeKey.for_keyword("LanyardStep")) is None
+    await custodys_word(world)
+
+
+async def test_the_same_workflow_id_twice_is_refused_while_the_first_runs_and_shares_nothing_after(
+    world: World,
+) -> None:
+    run, _ = await held_in_training(world)
+    with pytest.raises(WorkflowAlreadyStartedError):
+        await world.client.start_workflow("GuardedTrain", PLAIN, id=world.workflow_id, task_queue=RUN_QUEUE)
+    await run.signal("abort")
+    await ending_of(run)
+    await custodys_word(world)
+    first, touched = world.key, list(world.touched)
+    world.script.clear()
+    second = await world.start(PLAIN)
+    assert (await ending_of(second)).status == "completed"
+    await custodys_word(world)
+    assert world.key != first
+    assert set(world.touched[len(touched) :]).isdisjoint(touched)
