@@ -19,7 +19,9 @@ DEV_KEY := $(shell cat requirements-dev.lock 2>/dev/null | sha256sum | cut -c1-1
 OPERATOR := $(VENV)/.operator-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)-$(DEV_KEY)
 
-.PHONY: help demo stack test bench lint format schema lock operator dev application clean
+TRAINER_TEST := $(VENV)/trainer-test-$(shell cat requirements-trainer-test.lock 2>/dev/null | sha256sum | cut -c1-16)
+
+.PHONY: help demo stack test test-operator test-trainer bench lint format schema lock operator dev application clean
 
 help: ## say what there is to do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -30,8 +32,13 @@ demo: operator application ## carry one guarded run from start to verdict on the
 stack: operator application ## the embedded services and a worker in the foreground, until Ctrl-C; writes .lanyard/env
 	@exec $(BIN)/python -m worker stack
 
-test: dev application ## all tests (TESTS='tests/worker -k stack' for some)
-	@exec $(BIN)/python -m pytest $(TESTS)
+test: test-operator test-trainer ## all tests, each in the environment of what it tests
+
+test-operator: dev application ## tests of workflows, activities, worker (TESTS='tests/worker -k stack' for some)
+	@$(BIN)/python -m pytest --ignore tests/trainer $(TESTS)
+
+test-trainer: dev application $(TRAINER_TEST) ## tests of trainer, in the application's environment
+	@PYTHONPATH=$(TRAINER_TEST):. "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest tests/trainer
 
 bench: dev application ## the benchmarks; writes bench/results.json
 	@exec $(BIN)/python -m bench
@@ -61,17 +68,16 @@ application: operator ## build the application's environment (shared by every ch
 	@$(BIN)/python -m trainer.environment ensure
 
 lock: ## resolve both operator lock files again
-	@rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
-	@.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check pip-tools
-	@for name in requirements requirements-dev; do \
+	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; $(PYTHON) -m venv "$$place"; \
+	"$$place"/bin/python -m pip install --quiet --disable-pip-version-check pip-tools; \
+	for name in requirements requirements-dev; do \
 	    echo "resolving $$name.in"; \
-	    .venv-lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+	    "$$place"/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	        --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o $$name.lock $$name.in; \
 	done
-	@rm -rf .venv-lock
 
 clean: ## remove environments and caches of this checkout, never .lanyard (runs and their evidence)
-	@rm -rf $(VENV) .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(OPERATOR): requirements.lock
@@ -92,6 +98,11 @@ $(DEV): $(OPERATOR) requirements-dev.lock
 	@$(call install,requirements-dev.lock)
 	@rm -f $(VENV)/.dev-*
 	@touch $@
+
+$(TRAINER_TEST): $(OPERATOR) requirements-trainer-test.lock
+	@rm -rf $@ $@.part
+	@$(call install,requirements-trainer-test.lock --target $@.part)
+	@mv $@.part $@
 
 # $(call install,FILE): exact versions and hashes from FILE; pip is heard only when it fails.
 install = $(BIN)/python -m pip install --quiet --progress-bar off --disable-pip-version-check --no-deps \

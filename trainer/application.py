@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from trainer import constants, job, pins
+from trainer import job
 from trainer.job import Job
 
 if TYPE_CHECKING:
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 def main() -> int:
     """Train and export; returns the exit status."""
     started = time.monotonic()
-    constants.apply_train_settings(os.environ)
     try:
         order = job.from_environment()
-        # Versions only: the driver of a CUDA profile holds no GPU; its workers check that they do.
-        pins.enforce(order.pins, "cpu", "the driver")
         result = fit(order)
         print(f"trained in {time.monotonic() - started:.1f} s; exporting", flush=True)
         # Imported here: Rerun is needed only now, and a worker never needs it.
@@ -43,41 +40,18 @@ def main() -> int:
 
 
 def fit(order: Job) -> Result:
-    """Train to the end, recovering as often as the order allows. Raises ray.train.TrainingFailedError."""
-    import ray
-    import ray.train
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    """Train to the end, recovering as often as the order allows. Raises PinError, ray.train.TrainingFailedError."""
+    from ray.train.torch import TorchTrainer
 
-    from trainer import standby, storage, training
+    from trainer import training, workload
 
-    # Ray takes the hook for the whole job only; it does nothing in a process without standby's mark.
-    ray.init(log_to_driver=True, runtime_env={"worker_process_setup_hook": standby.HOOK})
-    root = job.storage_path("storage", order.storage)[1]
-    cuda = order.device == "cuda"
+    workload.prepare(order)
     trainer = TorchTrainer(
         training.train,
         train_loop_config={"order": os.environ[job.VARIABLE]},
-        torch_config=TorchConfig(backend="nccl" if cuda else "gloo", timeout_s=constants.COLLECTIVE_TIMEOUT_S),
-        scaling_config=ScalingConfig(
-            num_workers=order.world_size,
-            use_gpu=cuda,
-            resources_per_worker={"CPU": 1, **({"GPU": 1} if cuda else {})},
-            # SPREAD is only a wish: after a host's death both ranks could land on one and the run would "succeed".
-            placement_strategy="STRICT_SPREAD",
-        ),
-        run_config=RunConfig(
-            name=order.train_name,
-            storage_path=storage.join(root, "train"),
-            storage_filesystem=storage.filesystem(),
-            failure_config=FailureConfig(
-                max_failures=order.failures.worker,
-                controller_failure_limit=order.failures.controller,
-                max_preemption_failures=order.failures.preemption,
-            ),
-            checkpoint_config=CheckpointConfig(num_to_keep=constants.COMMITS_KEPT),
-            worker_runtime_env={"env_vars": {standby.MARK: "1"}},
-        ),
+        torch_config=workload.torch_config(order),
+        scaling_config=workload.scaling_config(order),
+        run_config=workload.run_config(order),
     )
     return trainer.fit()
 

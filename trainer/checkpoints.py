@@ -9,16 +9,20 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 import torch
 
 from trainer import storage
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
 
 STATE = "checkpoint.pt"
 JOURNAL = "journal.json"
@@ -96,6 +100,30 @@ def load(store: pafs.FileSystem, path: str) -> Restored:
     if step != journal["step"]:
         raise CheckpointDamaged(f"checkpoint damaged: {name}: state of step {step}, journal of step {journal['step']}")
     return Restored(name, step, model, optimizer, tuple(journal["steps"]), journal["recipe"], journal["world_size"])
+
+
+def save_state(directory: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state`` (what ``torch.load`` takes with ``weights_only``: tensors, numbers, texts, in dicts and lists) as
+    a checkpoint of any application, for ``load_state``."""
+    torch.save(dict(state), directory / STATE)
+
+
+def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What ``save_state`` wrote, onto the CPU.
+
+    Raises CheckpointDamaged when it is incomplete or altered; OSError where storage does not answer.
+    """
+    name = checkpoint.path.rstrip("/").rsplit("/", 1)[-1]
+    raw = _bytes(checkpoint.filesystem, checkpoint.path, name, STATE)
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            # torch.load does not compare the checksums the archive carries.
+            broken = archive.testzip()
+        if broken is None:
+            return dict(torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise CheckpointDamaged(f"checkpoint damaged: {name}/{STATE} does not load: {_one_line(error)}") from error
+    raise CheckpointDamaged(f"checkpoint damaged: {name}/{STATE}: its part {broken} differs from its checksum")
 
 
 def must_match(restored: Restored, recipe: Mapping[str, Any], world_size: int) -> None:

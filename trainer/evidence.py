@@ -21,7 +21,7 @@ import ray
 import torch
 
 from trainer import machine, storage
-from trainer.job import Job
+from trainer.job import Order
 
 _ATTEMPT = re.compile(r"attempt-(\d{3,})")
 _START = re.compile(r"rank-(\d+)\.start\.json")
@@ -100,20 +100,21 @@ class Recorder:
     reported.
     """
 
-    def __init__(self, store: pafs.FileSystem, root: str, job: Job, attempt: int, rank: int) -> None:
+    def __init__(self, store: pafs.FileSystem, root: str, order: Order, attempt: int, rank: int) -> None:
         self._store = store
-        self._folder = attempt_folder(root, job.train_name, attempt)
+        self._folder = attempt_folder(root, order.train_name, attempt)
+        self._order = order
         self._attempt = attempt
         self._rank = rank
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evidence")
         self._writing: list[Future[bool]] = []
 
-    def start(self, job: Job, context: Mapping[str, Any]) -> None:
+    def start(self, context: Mapping[str, Any]) -> None:
         """Record who starts where and from what; ``context`` holds the facts only the training knows."""
         document = {
             "schema": 1,
-            "train_name": job.train_name,
-            "submission_id": job.submission_id,
+            "train_name": self._order.train_name,
+            "submission_id": self._order.submission_id,
             "attempt": self._attempt,
             "rank": self._rank,
             **context,

@@ -6,12 +6,9 @@ compared. Bytes that differ are never overwritten; an interrupted upload is fini
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import math
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,22 +17,17 @@ import pyarrow.fs as pafs
 import rerun
 import torch
 
-from trainer import checkpoints, evidence, pins, storage, synthetic
+from trainer import checkpoints, evidence, publishing, storage, synthetic
 from trainer.checkpoints import Restored
 from trainer.hashing import model_sha256, momentum_sha256
-from trainer.job import Job, storage_path
+from trainer.job import Job
+from trainer.publishing import ExportError
 
 if TYPE_CHECKING:
     from ray.train import Result
 
-MANIFEST = "SHA256SUMS"
 APPLICATION_ID = "lanyard"
 SERIES = ("loss", "gradient_norm", "parameter_change", "learning_rate", "samples_per_second")
-UPLOAD_TRIES = 5
-
-
-class ExportError(RuntimeError):
-    """The training cannot be exported as proved; the message says what does not hold."""
 
 
 def export(job: Job, result: Result) -> str:
@@ -47,15 +39,13 @@ def export(job: Job, result: Result) -> str:
     if result.checkpoint is None:
         raise ExportError("training ended without a commit; look at the workers' logs")
     store = storage.filesystem()
-    root = storage_path("storage", job.storage)[1]
     restored = checkpoints.load(store, result.checkpoint.path)
-    if restored.step != job.recipe.steps:
-        raise ExportError(f"training ended at step {restored.step} of {job.recipe.steps}")
-    attempts = _attempts(job, store, root)
-    ranks_final = _final_ranks(job, store, root, attempts, restored)
-    files = build(job, restored, attempts, ranks_final)
-    upload(store, storage.join(root, "exports", job.submission_id), files)
-    return f"{job.storage}/exports/{job.submission_id}"
+    if restored.step != job.steps:
+        raise ExportError(f"training ended at step {restored.step} of {job.steps}")
+    attempts = _attempts(job, store)
+    committed = {"model_sha256": model_sha256(restored.model), "momentum_sha256": momentum_sha256(restored.optimizer)}
+    ranks_final = publishing.final_ranks(job, store, attempts[-1]["attempt"], committed, restored.name)
+    return publishing.publish(job, store, build(job, restored, attempts, ranks_final))
 
 
 def build(
@@ -80,44 +70,22 @@ def build(
         "attempts": list(attempts),
         "held_out": {"initial_loss": initial, "final_loss": final},
     }
-    outcome = {
-        "schema": 1,
-        "status": "succeeded",
-        "run": job.run,
-        "final_step": restored.step,
-        "final_loss": restored.steps[-1]["loss"],
-        "held_out_loss": final,
-        "parameters_sha256": model_sha256(restored.model),
-        "momentum_sha256": momentum_sha256(restored.optimizer),
-        "checkpoint": f"train/{job.train_name}/{restored.name}",
-        "ranks_final": list(ranks_final),
-        "versions": {**pins.installed(list(job.pins)), "python": evidence.versions()["python"]},
-    }
+    outcome = publishing.result_document(
+        job,
+        restored.name,
+        restored.steps[-1]["loss"],
+        ranks_final,
+        held_out_loss=final,
+        parameters_sha256=model_sha256(restored.model),
+        momentum_sha256=momentum_sha256(restored.optimizer),
+    )
     files = {
         "state.pt": _state(job, restored),
-        "metrics.json": _json(metrics),
+        "metrics.json": publishing.json_bytes(metrics),
         "metrics.rrd": recording(job.submission_id, restored.steps),
-        "result.json": _json(outcome),
+        publishing.RESULT: publishing.json_bytes(outcome),
     }
-    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in sorted(files.items())]
-    return {**files, MANIFEST: "".join(lines).encode()}
-
-
-def upload(store: pafs.FileSystem, folder: str, files: Mapping[str, bytes]) -> None:
-    """Store ``files`` in their order (the manifest last), each read back; what is there already must be the same.
-
-    Tried again with the same bytes while storage does not answer. Raises DifferingBytes at once, OSError at last.
-    """
-    for name, data in files.items():
-        for attempt in range(1, UPLOAD_TRIES + 1):
-            try:
-                storage.put_once(store, storage.join(folder, name), data)
-                break
-            except OSError as error:
-                if attempt == UPLOAD_TRIES:
-                    raise
-                print(f"storing {name} failed ({' '.join(str(error).split())[:200]}); trying again", flush=True)
-                time.sleep(2.0**attempt)
+    return publishing.with_manifest(files)
 
 
 def recording(recording_id: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
@@ -137,36 +105,15 @@ def recording(recording_id: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
         return path.read_bytes()
 
 
-def _attempts(job: Job, store: pafs.FileSystem, root: str) -> list[dict[str, Any]]:
+def _attempts(job: Job, store: pafs.FileSystem) -> list[dict[str, Any]]:
     found = []
-    for attempt in evidence.attempts(store, root, job.train_name):
-        ranks = evidence.starts(store, root, job.train_name, attempt)
+    for attempt in evidence.attempts(store, job.root, job.train_name):
+        ranks = evidence.starts(store, job.root, job.train_name, attempt)
         if ranks:
             found.append({"attempt": attempt, "restored_step": ranks[0]["restored_step"], "ranks": ranks})
     if not found:
         raise ExportError("no rank left evidence of having started")
     return found
-
-
-def _final_ranks(
-    job: Job, store: pafs.FileSystem, root: str, attempts: Sequence[Mapping[str, Any]], restored: Restored
-) -> list[dict[str, Any]]:
-    """Where each rank of the last attempt ended. Raises ExportError unless all ended with the committed state."""
-    attempt = attempts[-1]["attempt"]
-    wanted = {"model_sha256": model_sha256(restored.model), "momentum_sha256": momentum_sha256(restored.optimizer)}
-    ranks = []
-    for rank in range(job.world_size):
-        document = evidence.final(store, root, job.train_name, attempt, rank)
-        if document is None:
-            raise ExportError(f"rank {rank} of attempt {attempt} left no final evidence")
-        different = [key for key, value in wanted.items() if document.get(key) != value]
-        if document.get("step") != restored.step or different:
-            raise ExportError(
-                f"rank {rank} of attempt {attempt} ended at step {document.get('step')} with "
-                f"{' and '.join(different) or 'the state'} unlike the commit {restored.name}; the ranks trained apart"
-            )
-        ranks.append({"rank": rank, **wanted})
-    return ranks
 
 
 def _state(job: Job, restored: Restored) -> bytes:
@@ -180,8 +127,3 @@ def _state(job: Job, restored: Restored) -> bytes:
     }
     torch.save(state, buffer)
     return buffer.getvalue()
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    # A number that is not finite is no JSON and no result.
-    return json.dumps(document, indent=1, allow_nan=False).encode() + b"\n"

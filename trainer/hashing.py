@@ -41,6 +41,20 @@ def momentum_sha256(optimizer_state: Mapping[str, Any]) -> str:
     return tensors_sha256(buffers)
 
 
+def optimizer_sha256(optimizer_state: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of everything that any ``torch.optim`` ``state_dict()`` keeps per parameter (numbers as float64).
+
+    A fresh optimizer hashes as the empty input.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    for index, state in optimizer_state["state"].items():
+        for name, value in state.items():
+            if value is not None:
+                tensor = value if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                kept[f"{int(index):08d}.{name}"] = tensor
+    return tensors_sha256(kept)
+
+
 def tensors_sha256(tensors: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 (hex) over named tensors, as the module's docstring defines it."""
     digest = hashlib.sha256()

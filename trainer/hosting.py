@@ -78,7 +78,7 @@ ENDING_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 REFUSED = 78
 """Exit code when nothing was touched: a bad order, or a private directory that is not to be trusted."""
 LONGEST_TEMP_DIR = 30
-"""Characters: `<temp dir>/session_<29>_<pid 7>/sockets/<25>` must stay within a socket path's 107."""
+"""Characters: `<temp dir>/r/session_<26>_<pid 7>/sockets/<16>` must stay within a socket path's 107."""
 
 
 @dataclass(frozen=True)
@@ -413,7 +413,7 @@ class Service:
 
     def _keep_logs(self) -> None:
         """The tails of Ray's own logs outlive its temporary directory, as evidence."""
-        logs = Path(self.order["temp_dir"]) / "session_latest" / "logs"
+        logs = ray_node.ray_temp_dir(self.order) / "session_latest" / "logs"
         kept = self.private / "ray-logs"
         for name in KEPT_LOGS:
             if tail := read_tail(logs / name, 64 * 2**10):

@@ -1,4 +1,4 @@
-"""The job's order: what the operator asks of the training application, in the environment variable LANYARD_JOB.
+"""The job's order: what the operator asks of a training application, in the environment variable LANYARD_JOB.
 
 JSON of schema 1 without secrets. Everything is checked before Ray is touched; what is wrong is refused with the
 field's name and the remedy.
@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 VARIABLE: Final = "LANYARD_JOB"
 PINNED: Final = ("torch", "ray", "rerun-sdk", "pillow")
@@ -62,14 +62,17 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One order. ``storage`` is the run's own root, ``s3://bucket/prefix/<run key>``."""
+class Order:
+    """What is asked of any application. ``storage`` is the run's own root, ``s3://bucket/prefix/<run key>``."""
 
     run_key: str
     submission_id: str
     train_name: str
     storage: str
-    recipe: Recipe
+    steps: int
+    """Steps of the whole run."""
+    checkpoint_interval: int
+    """Steps from one commit to the next; the last step is one too."""
     world_size: int
     device: Literal["cpu", "cuda"]
     pins: Mapping[str, str]
@@ -83,14 +86,31 @@ class Job:
         """The run's names, as every exported document carries them."""
         return {"run_key": self.run_key, "submission_id": self.submission_id, "train_name": self.train_name}
 
+    @property
+    def root(self) -> str:
+        """``storage`` as Arrow's ``bucket/prefix/<run key>``."""
+        return storage_path("storage", self.storage)[1]
+
+    def is_boundary(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is to be reported."""
+        return step % self.checkpoint_interval == 0 or step == self.steps
+
+
+@dataclass(frozen=True)
+class Job(Order):
+    """An order for the built-in application."""
+
+    recipe: Recipe
+
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Job:
-    """The order in LANYARD_JOB. Raises JobError."""
-    source = os.environ if environ is None else environ
-    text = source.get(VARIABLE)
-    if not text:
-        raise JobError(f"{VARIABLE} is not set; submit the job through the operator, which sets it")
-    return parse(text)
+    """The built-in application's order in LANYARD_JOB. Raises JobError."""
+    return parse(_text_in(environ))
+
+
+def script_from_environment(environ: Mapping[str, str] | None = None) -> Order:
+    """A script's order in LANYARD_JOB. Raises JobError."""
+    return parse_script(_text_in(environ))
 
 
 def storage_in(environ: Mapping[str, str]) -> str:
@@ -98,23 +118,46 @@ def storage_in(environ: Mapping[str, str]) -> str:
 
     Raises JobError.
     """
-    text = environ.get(VARIABLE)
-    if not text:
-        raise JobError(f"{VARIABLE} is not set; submit the job through the operator, which sets it")
-    return storage_path("storage", _decoded(text).get("storage"))[0]
+    return storage_path("storage", _decoded(_text_in(environ)).get("storage"))[0]
 
 
 def parse(text: str) -> Job:
-    """The order in ``text``. Raises JobError, naming the field."""
+    """The built-in application's order in ``text``. Raises JobError, naming the field."""
+    order, workload = _opened(text, "regression")
+    recipe = _recipe(workload.fields("recipe"))
+    workload.finish()
+    return Job(recipe=recipe, **_common(order, recipe.steps, recipe.checkpoint_interval))
+
+
+def parse_script(text: str) -> Order:
+    """A script's order in ``text``. Raises JobError, naming the field."""
+    order, workload = _opened(text, "script")
+    steps = workload.integer("steps", 1, 10**9)
+    interval = workload.integer("checkpoint_interval", 1, 10**9)
+    workload.finish()
+    return Order(**_common(order, steps, interval))
+
+
+def _text_in(environ: Mapping[str, str] | None) -> str:
+    text = (os.environ if environ is None else environ).get(VARIABLE)
+    if not text:
+        raise JobError(f"{VARIABLE} is not set; submit the job through the operator, which sets it")
+    return text
+
+
+def _opened(text: str, kind: str) -> tuple[_Fields, _Fields]:
     order = _Fields("", _decoded(text))
     if order.take("schema") != 1:
         raise JobError("schema: only 1 is known; deliver the trainer source of the operator's own version")
     workload = order.fields("workload")
-    kind = workload.text("kind")
-    if kind != "regression":
-        raise JobError(f"workload.kind: {kind!r} is not this application's; it trains 'regression'")
-    recipe = _recipe(workload.fields("recipe"))
-    workload.finish()
+    ordered = workload.text("kind")
+    if ordered != kind:
+        raise JobError(f"workload.kind: {ordered!r} is not this application's; it trains {kind!r}")
+    return order, workload
+
+
+def _common(order: _Fields, steps: int, interval: int) -> dict[str, Any]:
+    """The fields of Order, and that there are no others."""
     world_size = order.integer("world_size", 1, 4096)
     device = order.text("device")
     if device not in ("cpu", "cuda"):
@@ -122,21 +165,22 @@ def parse(text: str) -> Job:
     train_name = order.text("train_name")
     if train_name not in TRAIN_NAMES:
         raise JobError(f"train_name: {train_name!r} is neither of {', '.join(TRAIN_NAMES)}")
-    job = Job(
-        run_key=order.name("run_key"),
-        submission_id=order.name("submission_id"),
-        train_name=train_name,
-        storage=storage_path("storage", order.take("storage"))[0],
-        recipe=recipe,
-        world_size=world_size,
-        device=cast(Literal["cpu", "cuda"], device),
-        pins=_pins(order.fields("pins")),
-        drill=_drill(order.optional("drill"), recipe),
-        resume=_resume(order.optional("resume")),
-        failures=_failures(order.fields("failures")),
-    )
+    common = {
+        "run_key": order.name("run_key"),
+        "submission_id": order.name("submission_id"),
+        "train_name": train_name,
+        "storage": storage_path("storage", order.take("storage"))[0],
+        "steps": steps,
+        "checkpoint_interval": interval,
+        "world_size": world_size,
+        "device": device,
+        "pins": _pins(order.fields("pins")),
+        "drill": _drill(order.optional("drill"), steps, interval),
+        "resume": _resume(order.optional("resume")),
+        "failures": _failures(order.fields("failures")),
+    }
     order.finish()
-    return job
+    return common
 
 
 def storage_path(field: str, uri: Any) -> tuple[str, str]:
@@ -181,16 +225,16 @@ def _recipe(fields: _Fields) -> Recipe:
     return recipe
 
 
-def _drill(value: Any, recipe: Recipe) -> Drill | None:
+def _drill(value: Any, steps: int, interval: int) -> Drill | None:
     if value is None:
         return None
     fields = _Fields("drill", value)
     drill = Drill(fields.integer("after_step", 1, 10**9), fields.number("hold_s", 0.0, 86400.0))
     fields.finish()
-    if drill.after_step % recipe.checkpoint_interval or drill.after_step >= recipe.steps:
+    if drill.after_step % interval or drill.after_step >= steps:
         raise JobError(
             f"drill.after_step: {drill.after_step} is no checkpoint before the last step; give a multiple of "
-            f"{recipe.checkpoint_interval} below {recipe.steps}"
+            f"{interval} below {steps}"
         )
     return drill
 

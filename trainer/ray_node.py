@@ -39,7 +39,7 @@ def command(python: Path, order: Mapping[str, Any]) -> list[str]:
     arguments = [
         "--block",
         f"--node-ip-address={order['address']}",
-        f"--temp-dir={order['temp_dir']}",
+        f"--temp-dir={ray_temp_dir(order)}",
         f"--num-cpus={ray['num_cpus']}",
         f"--num-gpus={len(order['gpus'])}",
         f"--object-store-memory={ray['object_store_bytes']}",
@@ -76,7 +76,7 @@ def environment(order: Mapping[str, Any], python: Path, base: Mapping[str, str])
         **NODE_SETTINGS,
         CUSTODY_MARK: str(order["run_key"]),
         "RAY_AUTH_TOKEN_PATH": str(token_path(order)),
-        "RAY_TMPDIR": str(order["temp_dir"]),
+        "RAY_TMPDIR": str(ray_temp_dir(order)),
         "TMPDIR": str(order["temp_dir"]),
         "AUTOSCALER_METRIC_PORT": str(order["ray"]["autoscaler_metrics_port"]),
         "DASHBOARD_METRIC_PORT": str(order["ray"]["dashboard_metrics_port"]),
@@ -93,6 +93,12 @@ def environment(order: Mapping[str, Any], python: Path, base: Mapping[str, str])
 def token_path(order: Mapping[str, Any]) -> Path:
     """Where this host keeps the run's token (0600)."""
     return Path(order["private_dir"]) / "token"
+
+
+def ray_temp_dir(order: Mapping[str, Any]) -> Path:
+    """Ray's own temporary directory. Ray opens it to everybody (mode 0777, measured), so it lies inside of ours, which
+    is 0700, and its name is one character because socket paths are short."""
+    return Path(order["temp_dir"]) / "r"
 
 
 def gcs_address(order: Mapping[str, Any]) -> str:

@@ -167,6 +167,8 @@ def test_two_hosts_up_one_killed_and_release_leaves_nothing(
         states = _states(tmp_path, order)
         plan = read_plan(tmp_path / "home/hosts" / key)
         assert plan is not None
+        # Ray opens its own temporary directory to everybody; ours around it stays closed.
+        assert [each.stat().st_mode & 0o777 for each in plan.directories] == [0o700] * 4
         started = below({each["pid"] for each in states})
         assert pids <= started
         places = (str(tmp_path / "home/hosts" / key), *(str(each) for each in plan.directories))

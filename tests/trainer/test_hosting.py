@@ -417,4 +417,4 @@ def test_an_order_that_others_can_read_is_refused(host: Host) -> None:
 def test_the_longest_temporary_directory_leaves_room_for_every_socket_path() -> None:
     # The longest socket Ray makes below it was measured: sockets/dash_MetricsHead, 24 characters.
     session = "session_2026-11-30_13-30-47_188905_4194304"
-    assert hosting.LONGEST_TEMP_DIR + len(f"/{session}/sockets/dash_MetricsHead") < 108
+    assert hosting.LONGEST_TEMP_DIR + len(f"/r/{session}/sockets/dash_MetricsHead") < 108

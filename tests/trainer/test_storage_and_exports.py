@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.trainer.test_job import ORDER
-from trainer import exports, storage, synthetic
+from trainer import exports, publishing, storage, synthetic
 from trainer.checkpoints import Restored
 from trainer.hashing import model_sha256, momentum_sha256
 from trainer.job import parse
@@ -135,15 +135,15 @@ def test_the_recording_holds_exactly_the_journals_numbers(files: dict[str, bytes
 
 def test_an_interrupted_upload_is_finished_with_the_same_bytes(files: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(files["state.pt"])
-    exports.upload(LOCAL, str(tmp_path), files)
-    exports.upload(LOCAL, str(tmp_path), files)
+    publishing.upload(LOCAL, str(tmp_path), files)
+    publishing.upload(LOCAL, str(tmp_path), files)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 def test_another_export_in_the_place_stays_and_is_not_sealed(files: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "metrics.rrd").write_bytes(b"another recording")
     with pytest.raises(DifferingBytes, match=r"metrics\.rrd"):
-        exports.upload(LOCAL, str(tmp_path), files)
+        publishing.upload(LOCAL, str(tmp_path), files)
     assert (tmp_path / "metrics.rrd").read_bytes() == b"another recording"
     assert not (tmp_path / "SHA256SUMS").exists()
 
@@ -175,6 +175,6 @@ class Flaky:
 def test_a_lost_answer_is_looked_up_and_not_sent_twice(
     files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.exports.time.sleep", lambda _s: None)
-    exports.upload(Flaky(3), str(tmp_path), files)
+    monkeypatch.setattr("trainer.publishing.time.sleep", lambda _s: None)
+    publishing.upload(Flaky(3), str(tmp_path), files)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.worker.conftest import HERE, StackProcess, clean_environment
@@ -71,10 +72,10 @@ def test_services_listen_on_loopback_alone_and_no_secret_is_in_a_command_line(sh
     assert not any(secret in shared_stack.home.record.read_bytes() for secret in secrets)
     for name in ("temporal", "s3"):
         service = shared_stack.record.services[name]
-        listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout
-        ours = [row.split()[3] for row in listening.splitlines() if f"pid={service.process.pid}," in row]
+        connections = psutil.Process(service.process.pid).net_connections(kind="tcp")
+        ours = [connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN]
         assert ours
-        assert all(address.startswith("127.0.0.1:") for address in ours)
+        assert set(ours) == {"127.0.0.1"}
 
 
 def test_a_second_stack_in_the_same_home_says_so_and_leaves(shared_stack: StackProcess) -> None:
