@@ -6,22 +6,15 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-PYTHON ?= python3
+export PYTHON ?= python3
 RUN ?= examples/local.json
 TESTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 CODE := $(wildcard workflows activities worker trainer tests bench examples)
 
-# A stamp is named after what was installed, so another lock file or interpreter means a new environment.
-KEY := $(shell { cat requirements.lock; $(PYTHON) -c 'import sys; print(sys.version, sys.base_prefix)'; } 2>/dev/null | sha256sum | cut -c1-16)
-DEV_KEY := $(shell cat requirements-dev.lock 2>/dev/null | sha256sum | cut -c1-16)
-OPERATOR := $(VENV)/.operator-$(KEY)
-DEV := $(VENV)/.dev-$(KEY)-$(DEV_KEY)
-
-TRAINER_TEST := $(VENV)/trainer-test-$(shell cat requirements-trainer-test.lock 2>/dev/null | sha256sum | cut -c1-16)
-
-.PHONY: help demo stack test test-operator test-trainer bench lint format schema lock operator dev application clean
+.PHONY: help demo stack test test-operator test-trainer bench lint format schema lock operator dev trainer-test \
+    application clean
 
 help: ## say what there is to do
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -37,8 +30,8 @@ test: test-operator test-trainer ## all tests, each in the environment of what i
 test-operator: dev application ## tests of workflows, activities, worker (TESTS='tests/worker -k stack' for some)
 	@$(BIN)/python -m pytest --ignore tests/trainer $(TESTS)
 
-test-trainer: dev application $(TRAINER_TEST) ## tests of trainer, in the application's environment
-	@PYTHONPATH=$(TRAINER_TEST):. "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest tests/trainer
+test-trainer: trainer-test application ## tests of trainer, in the application's environment
+	@PYTHONPATH=$(VENV)/trainer-test:. "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest tests/trainer
 
 bench: dev application ## the benchmarks; writes bench/results.json
 	@exec $(BIN)/python -m bench
@@ -59,9 +52,14 @@ schema: operator ## generate schema/run.schema.json from the code
 	@mv schema/.run.schema.json schema/run.schema.json
 	@echo 'wrote schema/run.schema.json'
 
-operator: $(OPERATOR) ## build the operator's environment (.venv)
+operator: ## build the operator's environment (.venv)
+	@scripts/operator-environment.sh operator
 
-dev: $(DEV)
+dev:
+	@scripts/operator-environment.sh dev
+
+trainer-test:
+	@scripts/operator-environment.sh trainer-test
 
 application: operator ## build the application's environment (shared by every checkout of this user)
 	@echo 'application environment: verifying, or building it (the first time takes minutes)'
@@ -70,41 +68,15 @@ application: operator ## build the application's environment (shared by every ch
 lock: ## resolve both operator lock files again
 	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; $(PYTHON) -m venv "$$place"; \
 	"$$place"/bin/python -m pip install --quiet --disable-pip-version-check pip-tools; \
-	for name in requirements requirements-dev; do \
+	for name in requirements requirements-dev requirements-trainer-test; do \
 	    echo "resolving $$name.in"; \
 	    "$$place"/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	        --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o $$name.lock $$name.in; \
 	done
 
 clean: ## remove environments and caches of this checkout, never .lanyard (runs and their evidence)
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-$(OPERATOR): requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	    version=$$($(PYTHON) -c 'import platform; print(platform.python_version())' 2>/dev/null || echo missing); \
-	    echo "Lanyard needs Python 3.11 or later; $(PYTHON) is $$version." >&2; \
-	    echo "Install one and name it: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo 'operator environment: building $(VENV) (about a minute)'
-	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV) || { \
-	    echo "python3 -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@$(call install,requirements.lock)
-	@$(BIN)/python -m pip check --disable-pip-version-check > /dev/null
-	@touch $@
-
-$(DEV): $(OPERATOR) requirements-dev.lock
-	@echo 'operator environment: adding what tests and lint need'
-	@$(call install,requirements-dev.lock)
-	@rm -f $(VENV)/.dev-*
-	@touch $@
-
-$(TRAINER_TEST): $(OPERATOR) requirements-trainer-test.lock
-	@rm -rf $@ $@.part
-	@$(call install,requirements-trainer-test.lock --target $@.part)
-	@mv $@.part $@
-
-# $(call install,FILE): exact versions and hashes from FILE; pip is heard only when it fails.
-install = $(BIN)/python -m pip install --quiet --progress-bar off --disable-pip-version-check --no-deps \
-    --require-hashes -r $(1) > $(VENV)/pip.log 2>&1 || { tail -n 20 $(VENV)/pip.log >&2; \
-    echo "installing $(1) failed (above; all of it in $(VENV)/pip.log)" >&2; exit 1; }
+# No prerequisites: a stamp's name says what it is for, and a file's date (a checkout, a touch) says nothing. One build
+# at a time; an environment that works is added to in place, because a running stack may be using it.

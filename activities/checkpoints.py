@@ -54,6 +54,8 @@ def commits_of(raw: bytes) -> list[Commit]:
 
 def _commit(result: dict[str, Any], index: int) -> Commit:
     metrics = result["metrics"]
+    if not isinstance(metrics.get("step"), int):
+        raise ValueError("a report has no whole number as `step` (see docs/workload-contract.md)")
     loss = metrics.get("loss")
     return Commit(
         checkpoint=str(result["checkpoint_dir_name"]),

@@ -17,6 +17,7 @@ from activities.custody import claimed
 from activities.heartbeat import beating
 from activities.hosts.reach import Providers, reach
 from activities.jobs import Jobs, JobsError
+from activities.proof import evidence_in
 from activities.storage import Storage
 from activities.submission import Submission
 from workflows import activity_names
@@ -101,8 +102,10 @@ class Drill:
         got = await self._storage.get(uri)
         if got is None or got.body is None:
             raise ApplicationError(f"evidence {uri} is gone", type="NoVictimYet")
-        told: dict[str, Any] = json.loads(got.body)
-        return told
+        try:
+            return evidence_in(uri, got.body)
+        except ValueError as error:
+            raise ApplicationError(f"evidence {uri}: {error}", type="NoEvidence", non_retryable=True) from error
 
 
 def _command(victim: Victim) -> str:

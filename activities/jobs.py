@@ -27,6 +27,8 @@ MAX_PACKAGE: Final = 50 * 1024 * 1024
 """Pure-Python source is small; more is data or an environment, and belongs elsewhere."""
 CLUSTER_ACTORS: Final = frozenset({"_AutoscalingCoordinatorActor"})
 """Ray's own singletons: Train creates them detached, they hold nothing, and they end with the cluster."""
+DELIVERED: Final = "trainer"
+"""The package that every job carries beside its working directory."""
 _SKIP: Final = frozenset({"__pycache__", ".git", ".venv", "node_modules", ".mypy_cache", ".pytest_cache"})
 
 
@@ -85,7 +87,10 @@ def package(trees: dict[str, Path]) -> Package:
                 continue
             if path.is_symlink():
                 raise ValueError(f"{path} is a link; source is delivered as plain files")
-            files["/".join((inside, *parts)) if inside else "/".join(parts)] = path
+            name = "/".join((inside, *parts)) if inside else "/".join(parts)
+            if parts[0] == DELIVERED and not inside:
+                raise ValueError(f"{path} is in the way of {DELIVERED}/, which every job brings along; rename yours")
+            files[name] = path
     packed = io.BytesIO()
     size = 0
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:

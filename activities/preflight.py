@@ -24,6 +24,8 @@ from workflows.spec import RunSpec, ScriptWorkload
 
 AMBIENT: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_SUBMISSION_ID")
 """Ray's native clients let these override an address they were given."""
+NONE_LOADS: Final = 3
+"""The exit status of `trainer.last_commit` for a run without a commit that loads."""
 FOREIGN: Final = (".tfstate", ".tfstate.lock.info", "terraform.lock.hcl")
 """Names that say: this prefix is another project's state."""
 
@@ -55,6 +57,7 @@ class Preflight:
         """Refuses with one message (type Rejected) that names the field or setting and the remedy."""
         async with beating(note="preflight") as heart:
             self._ambient()
+            self._same_deployment(order.deployment)
             provider = self._providers.of(order.hosts)
             await self._prefix_is_free(order.identity, order.spec)
             conditional = await self._probe(order.identity)
@@ -79,6 +82,20 @@ class Preflight:
             _refuse(
                 f"{', '.join(found)} is set in the worker's environment, and Ray's clients let it override the run's "
                 f"own address; unset it and restart the worker"
+            )
+
+    def _same_deployment(self, recorded: Deployment) -> None:
+        """Any worker may have to stop what another started, so all need the same deployment settings."""
+        if recorded.deployment != self._deployment.deployment:
+            _refuse(
+                f"LANYARD_DEPLOYMENT: workers of {recorded.deployment} and of {self._deployment.deployment} poll the "
+                "same task queues; give all of them one deployment, or each a namespace of its own"
+            )
+        if recorded.secret_fingerprint != self._deployment.secret_fingerprint:
+            _refuse(
+                "LANYARD_SECRET_FILE: this deployment's workers have different secrets "
+                f"(fingerprints {recorded.secret_fingerprint} and {self._deployment.secret_fingerprint}), so one could "
+                "not stop another's job; give all of them the same file"
             )
 
     async def _prefix_is_free(self, identity: Identity, spec: RunSpec) -> None:
@@ -146,10 +163,19 @@ class Preflight:
             return None
         source = spec.resume.from_.rstrip("/")
         heart.say(note=f"looking for a commit that loads in {source}")
-        code, out, err = await self._application.tool(heart, "trainer.last_commit", source)
+        code, out, err = await self._application.tool(
+            heart, "trainer.last_commit", source, "--workload", spec.workload.kind
+        )
+        said = (err.strip().splitlines() or out.strip().splitlines() or [f"exit status {code}"])[-1]
+        if code == NONE_LOADS:
+            _refuse(f"resume.from: {said}")
         if code != 0:
-            _refuse(f"resume.from: {(err.strip().splitlines() or out.strip().splitlines() or ['no commit loads'])[-1]}")
+            # Storage that is silent says nothing about the run's commits: asked again within preflight's time.
+            raise ApplicationError(f"resume.from: {said}", type="ResumeUnknown")
         told = json.loads(out.strip().splitlines()[-1])
+        if told["step"] is None:
+            # A script that reports no step: what is left to do is its own to know.
+            return ResumePoint(source=source, checkpoint=told["checkpoint"], step=None)
         step = int(told["step"])
         if step >= spec.workload.total_steps:
             _refuse(f"workload: the commit to resume from is step {step}, so steps must be more than that")

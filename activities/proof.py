@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
@@ -16,6 +16,29 @@ from workflows import activity_names
 from workflows.evidence import Placement, Proof, ProofOrder, Recovery
 
 Evidence = dict[str, Any]
+
+CONTRACT: Final = "docs/workload-contract.md"
+_NEEDED: Final[Mapping[str, Mapping[str, type]]] = {
+    "start": {
+        "attempt": int,
+        "rank": int,
+        "world_size": int,
+        "device.fingerprint": str,
+        "host.fingerprint": str,
+        "ray.node_id": str,
+        "ray.address": str,
+        "process.pid": int,
+        "process.start_time": int,
+        "process.boot_id": str,
+        "restored_step": int,
+        "model_sha256": str,
+        "momentum_sha256": str,
+        "at": str,
+    },
+    "first-step": {"attempt": int, "rank": int, "step": int, "at": str},
+    "final": {"attempt": int, "rank": int, "step": int, "model_sha256": str, "momentum_sha256": str},
+}
+"""What is relied on in each kind of a rank's evidence; the inspector looks closer."""
 
 
 class Proving:
@@ -31,7 +54,7 @@ class Proving:
         starts = [e for name, e in main.items() if name.endswith(".start.json")]
         if not starts:
             raise ApplicationError(
-                "the training left no evidence of where its ranks ran (see docs/workload-contract.md)",
+                f"the training left no evidence of where its ranks ran (see {CONTRACT})",
                 type="NoEvidence",
                 non_retryable=True,
             )
@@ -47,12 +70,31 @@ class Proving:
             got = await self._storage.get(root + name)
             if got and got.body is not None:
                 try:
-                    found[name] = json.loads(got.body)
+                    found[name] = evidence_in(name, got.body)
                 except ValueError as error:
                     raise ApplicationError(
-                        f"evidence {root}{name} is damaged: {error}", type="NoEvidence", non_retryable=True
+                        f"evidence {root}{name}: {error}", type="NoEvidence", non_retryable=True
                     ) from error
         return found
+
+
+def evidence_in(name: str, body: bytes) -> Evidence:
+    """A rank's evidence, with everything that is relied on. Raises ValueError that says what is not as it should be."""
+    kind = name.removesuffix(".json").rpartition(".")[2]
+    if kind not in _NEEDED:
+        raise ValueError(f"is no name of a rank's evidence (see {CONTRACT})")
+    told = json.loads(body)
+    for path, wanted in _NEEDED[kind].items():
+        value: Any = told
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ValueError(f"{path} is {value!r} where {_WORDS[wanted]} belongs (see {CONTRACT})")
+    _when(told["at"])
+    return dict(told)
+
+
+_WORDS: Final = {int: "a whole number", str: "a text"}
 
 
 def placement(starts: Sequence[Evidence]) -> Placement:

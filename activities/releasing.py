@@ -11,13 +11,15 @@ from typing import Final
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
+from activities.checkpoints import DamagedRecord, commits_of, record_uri
 from activities.heartbeat import Heart, beating, in_thread
 from activities.hosts import HostsError, HostsProvider
 from activities.hosts.reach import Providers, reach
 from activities.jobs import Jobs, JobsError
 from activities.storage import Storage, StorageError
 from workflows import activity_names
-from workflows.evidence import Claim, Release, ReleaseOrder, StepTaken
+from workflows.evidence import Claim, Commit, Release, ReleaseOrder, StepTaken
+from workflows.orders import MAIN
 
 BETWEEN_PROOFS_S: Final = 2.0
 """The two proofs of absence lie at least this far apart, and the second after every claim's `may_appear_until`."""
@@ -59,6 +61,7 @@ class Releasing:
                 remaining=(),
                 began=order.began,
                 ended=time.time(),
+                last_commit=await self._last_commit(order),
             )
             noted = await self._step("release.json", "custody", self._write(order, record))
         return record if noted.ok else record.model_copy(update={"steps": (*record.steps, noted)})
@@ -124,6 +127,15 @@ class Releasing:
         body = json.dumps({"schema": 1, "reason": order.reason}, sort_keys=True).encode()
         await self._storage.put(uri, body)
         return "raised"
+
+    async def _last_commit(self, order: ReleaseOrder) -> Commit | None:
+        """What a later run can resume from. Where storage does not say, nothing is claimed and nothing waits for it."""
+        try:
+            got = await self._storage.get(record_uri(order.identity.storage, MAIN))
+            commits = commits_of(got.body) if got and got.body is not None else []
+        except (StorageError, DamagedRecord):
+            return None
+        return commits[-1] if commits else None
 
     async def _write(self, order: ReleaseOrder, record: Release) -> str:
         await self._storage.put(

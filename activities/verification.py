@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ from activities.heartbeat import Heart, beating
 from trainer import environment
 from trainer.private import NotPrivate
 from workflows import activity_names
-from workflows.evidence import Artifacts, Check, VerifyOrder
+from workflows.evidence import Artifacts, Check, NotApplicable, VerifyOrder
 
 MAX_OUTPUT: Final = 4 * 1024 * 1024
 
@@ -34,24 +36,29 @@ class Application:
         except (environment.EnvironmentBroken, NotPrivate) as error:
             raise ApplicationError(f"the application environment: {error}", type="NoEnvironment") from error
         python = environment.interpreter(environment.path())
-        process = await asyncio.create_subprocess_exec(
-            str(python),
-            "-m",
-            module,
-            *args,
-            cwd=self._checkout,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=MAX_OUTPUT,
-        )
+        # What it downloads and caches goes with it, also when it is killed half-way.
+        scratch = await asyncio.to_thread(tempfile.mkdtemp, prefix="lanyard-tool-")
         try:
-            out, err = await process.communicate()
+            process = await asyncio.create_subprocess_exec(
+                str(python),
+                "-m",
+                module,
+                *args,
+                cwd=self._checkout,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": scratch},
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_OUTPUT,
+            )
+            try:
+                out, err = await process.communicate()
+            finally:
+                if process.returncode is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
+                    await process.wait()
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")[-2000:]
 
 
@@ -67,10 +74,14 @@ class Verification:
             asked.append("--require-distinct-hosts")
         if order.distinct_devices:
             asked.append("--require-distinct-devices")
-        async with beating(note=f"inspecting {order.identity.storage}") as heart:
-            code, out, err = await self._application.tool(
-                heart, "trainer.inspect_results", order.identity.storage, *asked
-            )
+        # A private directory (0700) of this attempt alone.
+        with tempfile.TemporaryDirectory(prefix="lanyard-verify-") as private:
+            expected = Path(private) / "order.json"
+            expected.write_text(json.dumps(order.expect))
+            async with beating(note=f"inspecting {order.identity.storage}") as heart:
+                code, out, err = await self._application.tool(
+                    heart, "trainer.inspect_results", order.identity.storage, *asked, "--expect", str(expected)
+                )
         told = _json_of(out)
         if told is None or code not in (0, 1):
             raise ApplicationError(f"the inspector gave no result (exit {code}): {err.strip() or out.strip()[-500:]}")
@@ -78,6 +89,9 @@ class Verification:
             ok=bool(told["ok"]) and code == 0,
             submission_id=order.submission_id,
             checks=tuple(Check(name=c["name"], ok=c["ok"], detail=str(c["detail"])[:500]) for c in told["checks"]),
+            not_applicable=tuple(
+                NotApplicable(name=c["name"], why=str(c["why"])[:500]) for c in told["not_applicable"]
+            ),
             figures=told.get("figures", {}),
         )
 

@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -283,8 +284,8 @@ class Service:
         if boot_clock() - self._started > self.order["not_after_s"]:
             raise Ended("not_after", f"the hard end, {self.order['not_after_s']:g} s after the start, has come")
         if status is not None:
-            tail = " / ".join(read_tail(self.private / "ray.log", 1500).decode(errors="replace").split("\n")[-8:])
-            raise Ended("ray_ended", f"`ray start` ended with {status}: {tail}", failed=True)
+            said = readable(read_tail(self.private / "ray.log", 1500))
+            raise Ended("ray_ended", f"`ray start` ended with {status}: {' / '.join(said[-6:])}", failed=True)
 
     def _tombstone_counts(self) -> bool:
         now = boot_clock()
@@ -419,6 +420,12 @@ class Service:
             if tail := read_tail(logs / name, 64 * 2**10):
                 kept.mkdir(mode=0o700, exist_ok=True)
                 write_private_file(kept / name, tail)
+
+
+def readable(log: bytes) -> list[str]:
+    """The lines of a log that say something to a person: without colours, and without those that only point or rule."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", log.decode(errors="replace"))
+    return [line.strip() for line in plain.splitlines() if re.search(r"\w", line)]
 
 
 def serve(order: Order) -> int:

@@ -20,16 +20,14 @@ from trainer import constants, pins, publishing, standby, storage
 from trainer.attempt import Attempt
 from trainer.checkpoints import CheckpointDamaged, load_state, save_state
 from trainer.hashing import model_sha256, momentum_sha256, optimizer_sha256
-from trainer.job import Drill, Failures, JobError, Order
+from trainer.job import JobError, Order
 from trainer.job import script_from_environment as load_order
 from trainer.publishing import ExportError
 
 __all__ = [
     "Attempt",
     "CheckpointDamaged",
-    "Drill",
     "ExportError",
-    "Failures",
     "JobError",
     "Order",
     "load_order",

@@ -130,7 +130,9 @@ def _add_artifacts(row: Any, artifacts: Mapping[str, Any]) -> None:
     checks = [check for check in _list(artifacts.get("checks")) if isinstance(check, dict)]
     failed = [check for check in checks if not check.get("ok")]
     ok = bool(artifacts.get("ok"))
-    row("artifacts", f"{len(checks) - len(failed)} of {len(checks)} checks passed", "green" if ok else "bold red")
+    skipped = len(_list(artifacts.get("not_applicable")))
+    passed = f"{len(checks) - len(failed)} of {len(checks)} checks passed"
+    row("artifacts", passed + (f", {skipped} not applicable" if skipped else ""), "green" if ok else "bold red")
     for check in failed:
         row("", f"{check.get('name')}: {check.get('detail')}", "red")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from activities.releasing import Releasing
 from activities.reporting import Reporting
 from activities.storage import Storage
 from activities.submission import Submission
+from activities.token import secret_fingerprint
 from activities.verification import Application, Verification
 from worker.connect import connect
 from worker.settings import CHECKOUT, Settings
@@ -67,7 +67,7 @@ async def run_worker(settings: Settings) -> None:
         deployment = Deployment(
             deployment=deployment_id,
             search_attributes=await _known_search_attributes(client),
-            secret_fingerprint=hashlib.sha256(b"fingerprint\0" + secret).hexdigest()[:16],
+            secret_fingerprint=secret_fingerprint(secret),
             application_source=package({"trainer": CHECKOUT / "trainer"}).name,
         )
         providers = Providers({"local": LocalHosts(settings.home, secret)})

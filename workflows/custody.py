@@ -133,15 +133,14 @@ class Custody:
 
     async def _until_release_is_due(self) -> None:
         while self._due is None:
-            deadline = self._deadline
-            if deadline <= workflow.time():
+            left = self._deadline - workflow.time()
+            if left <= 0:
                 self._due = "custody's own deadline passed"
                 return
             try:
+                # A deadline only moves to later: looking again when the first one passes saves a timer each time.
                 await workflow.wait_condition(
-                    lambda moved_from=deadline: self._due is not None or self._deadline != moved_from,  # type: ignore[misc]
-                    timeout=deadline - workflow.time(),
-                    timeout_summary="custody's own deadline",
+                    lambda: self._due is not None, timeout=left, timeout_summary="custody's own deadline"
                 )
             except TimeoutError:
                 continue

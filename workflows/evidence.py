@@ -126,6 +126,8 @@ class PreflightOrder(Frozen):
     identity: Identity
     spec: RunSpec
     hosts: HostsOrder
+    deployment: Deployment
+    """As the first activity recorded it: another worker must be of the same deployment, with the same secret."""
 
 
 class ResumePoint(Frozen):
@@ -133,7 +135,8 @@ class ResumePoint(Frozen):
 
     source: str
     checkpoint: str
-    step: int
+    step: int | None
+    """None where neither a script's checkpoint nor its report says."""
 
 
 class Cleared(Frozen):
@@ -269,6 +272,8 @@ class VerifyOrder(Frozen):
     submission_id: str
     distinct_hosts: bool
     distinct_devices: bool
+    expect: dict[str, Any]
+    """The job's order: what the run must have been, and so which checks apply."""
 
 
 class Check(Frozen):
@@ -277,12 +282,20 @@ class Check(Frozen):
     detail: str
 
 
+class NotApplicable(Frozen):
+    """A check that had no object in this run, and so proved nothing."""
+
+    name: str
+    why: str
+
+
 class Artifacts(Frozen):
     """What verification after teardown found, from storage alone."""
 
     ok: bool
     submission_id: str
     checks: tuple[Check, ...]
+    not_applicable: tuple[NotApplicable, ...] = ()
     figures: dict[str, Any]
 
 
@@ -307,6 +320,8 @@ class Release(Frozen):
     remaining: tuple[str, ...]
     began: float
     ended: float | None
+    last_commit: Commit | None = None
+    """The newest commit in storage after the release, when nothing can commit any more."""
 
 
 class CustodyOrder(Frozen):

@@ -137,6 +137,7 @@ class GuardedTrain:
         )
         # Known before anything can fail, so that every ending has a verdict.
         self._progress.spec, self._progress.identity = spec, identity
+        self._show()
         place = await self._unless_stopped(
             self._act(names.ORIENT, None, Deployment, timeouts.SHORT, "find out about this deployment")
         )
@@ -171,13 +172,19 @@ class GuardedTrain:
             raise Failed("this run was reset to before its custody began") from reset
         finally:
             self._custody = custody
+        # An extension that came while custody was being started could not be passed on.
+        deadline = custody_deadline(self._progress.deadline, 0.0, spec.limits.teardown)
+        if deadline != order.deadline:
+            await custody.signal(Custody.move_deadline, deadline)
 
     async def _preflight(self, spec: RunSpec, identity: Identity, hosts: HostsOrder) -> None:
         self._enter("preflight")
+        place = self._progress.deployment
+        assert place
         self._progress.cleared = await self._unless_stopped(
             self._act(
                 names.PREFLIGHT,
-                PreflightOrder(identity=identity, spec=spec, hosts=hosts),
+                PreflightOrder(identity=identity, spec=spec, hosts=hosts, deployment=place),
                 Cleared,
                 timeouts.PREFLIGHT,
                 f"try everything that can fail before {spec.hosts.count} hosts are paid for",
@@ -343,6 +350,7 @@ class GuardedTrain:
             submission_id=self._progress.submissions[0],
             distinct_hosts=spec.hosts.require_distinct_hosts,
             distinct_devices=spec.hosts.require_distinct_devices,
+            expect=self._job(spec, hosts_order(spec, identity), MAIN).order,
         )
         try:
             artifacts = self._progress.artifacts = await self._act(
@@ -356,6 +364,9 @@ class GuardedTrain:
         return "succeeded", message
 
     async def _report(self, outcome: Outcome, message: str) -> Verdict:
+        if self._progress.release:
+            # The watch told of milestones only; this is what was committed until the end.
+            self._progress.saw(self._progress.release.last_commit, workflow.time())
         if outcome != "succeeded" and (hint := self._progress.resume_hint()):
             message = f"{message} ({hint})"
         self._enter("report")

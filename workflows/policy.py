@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workflows.evidence import Commit
+from workflows.evidence import Commit, NotApplicable
 
 MILESTONES = 8
 """How often a watch returns by progress alone. Bounds the history whatever a run's length (design: at most 20)."""
@@ -17,10 +17,20 @@ def milestones(steps: int, interval: int, wanted: Sequence[int] = ()) -> tuple[i
     """Committed steps at which the watch returns: about every 1/8 of the run, and each of `wanted`.
 
     Only commits can be milestones, so each is rounded up to a multiple of `interval`; the last step is left out,
-    because the end of the job is reported by itself.
+    because the end of the job is reported by itself. Each wanted one takes the place of another, so that a run ten
+    times longer has no longer a history.
     """
     marks = {min(steps, -(-steps * k // MILESTONES // interval) * interval) for k in range(1, MILESTONES)}
-    return tuple(sorted(m for m in marks | set(wanted) if 0 < m < steps))
+    kept = {m for m in wanted if 0 < m < steps}
+    chosen = sorted(m for m in marks | kept if 0 < m < steps)
+
+    def gap_without(mark: int) -> int:
+        at = chosen.index(mark)
+        return [*chosen, steps][at + 1] - [0, *chosen][at]
+
+    while len(chosen) > max(MILESTONES - 1, len(kept)):
+        chosen.remove(min((m for m in chosen if m not in kept), key=gap_without))
+    return tuple(chosen)
 
 
 def next_milestones(marks: Sequence[int], commit: Commit | None) -> tuple[int, ...]:
@@ -50,6 +60,14 @@ def not_proved(distinct_hosts: int, distinct_nodes: int, world_size: int, worklo
     if workload == "regression":
         said.append("model quality: a synthetic regression proves execution and recovery, nothing about a policy")
     return tuple(said)
+
+
+def not_checked(skipped: Sequence[NotApplicable]) -> tuple[str, ...]:
+    """What verification had nothing to check for, one sentence a reason."""
+    reasons: dict[str, list[str]] = {}
+    for check in skipped:
+        reasons.setdefault(check.why, []).append(check.name)
+    return tuple(f"not checked: {', '.join(names)} ({why})" for why, names in reasons.items())
 
 
 def poll_s(between_commits_s: float | None) -> float:

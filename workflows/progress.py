@@ -19,7 +19,7 @@ from workflows.evidence import (
     Verdict,
     Victim,
 )
-from workflows.policy import not_proved
+from workflows.policy import not_checked, not_proved
 from workflows.spec import RunSpec
 
 MAX_EVENTS = 40
@@ -73,7 +73,7 @@ class Progress:
 
     def saw(self, commit: Commit | None, now: float) -> None:
         self.as_of = now
-        if commit and (not self.commits or self.commits[-1] != commit):
+        if commit and (not self.commits or self.commits[-1].step < commit.step):
             self.commits.append(commit)
 
     def has_recovered(self) -> bool:
@@ -121,6 +121,8 @@ class Progress:
             )
         if outcome == "succeeded" and spec and spec.drill is None:
             unproved += ("recovery: no drill was asked for",)
+        if self.artifacts:
+            unproved += not_checked(self.artifacts.not_applicable)
         if outcome != "succeeded":
             unproved += ("artifacts: not verified, because the run did not succeed",)
         if self.cleared and not self.cleared.conditional_writes:

@@ -376,7 +376,8 @@ class LocalHosts:
         # Read again: it may have ended, and said why, between the two looks.
         state = self._state(order, index) or state
         if state["state"] in ("ended", "failed", "ending"):
-            raise HostsFailed(f"host {index} has {state['state']} ({state['reason']}): {state['detail']}")
+            how = "is ending" if state["state"] == "ending" else f"has {state['state']}"
+            raise HostsFailed(f"host {index} {how} ({state['reason']}): {state['detail']}")
         raise HostsFailed(
             f"host {index} is dead without a word, last {state['state']}: killed from outside, or the machine was "
             f"restarted. {self._log_tail(order, index)}"

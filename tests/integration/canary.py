@@ -14,7 +14,7 @@ class Canaries:
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
         assert all(len(value) >= 16 for value in secrets.values()), "too short to be recognised"
-        self._forms = {name: tuple(_forms(value)) for name, value in secrets.items()}
+        self._forms = {name: tuple(dict.fromkeys(_forms(value))) for name, value in secrets.items()}
 
     def search(self, places: Iterable[tuple[str, bytes]]) -> list[str]:
         """`<secret> in <place>` for each place that holds one, in whatever form."""

@@ -229,27 +229,34 @@ def _living() -> Iterable[Proc]:
                 pid=int(place.name),
                 parent=int(told[1]),
                 start=int(told[19]),
-                environ=_quietly(lambda at=place: (at / "environ").read_bytes(), b""),
+                environ=_content(place / "environ"),
                 command=(place / "cmdline").read_bytes(),
-                cwd=_quietly(lambda at=place: os.readlink(at / "cwd"), ""),
-                exe=_quietly(lambda at=place: os.readlink(at / "exe"), ""),
-                files=_quietly(lambda at=place: tuple(_links(at / "fd")), ()),
+                cwd=_target(place / "cwd"),
+                exe=_target(place / "exe"),
+                files=tuple(_links(place / "fd")),
             )
         except (OSError, IndexError):
             continue  # it ended while it was looked at
 
 
-def _quietly(read: Callable[[], Any], otherwise: Any) -> Any:
+def _content(path: Path) -> bytes:
     try:
-        return read()
+        return path.read_bytes()
     except OSError:
-        return otherwise
+        return b""  # a kernel thread's, or another user's
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _links(folder: Path) -> Iterable[str]:
-    for each in folder.iterdir():
-        with contextlib.suppress(OSError):
-            yield os.readlink(each)
+    with contextlib.suppress(OSError):
+        for each in folder.iterdir():
+            yield _target(each)
 
 
 def _start_of(pid: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.census import Census
+from tests.integration.full_run import Carried, carry
 from tests.integration.stack import BUCKET, Stack
 
 
@@ -36,6 +37,13 @@ def census(stack: Stack) -> Iterator[Census]:
         bucket=BUCKET,
     )
     yield made
+    left = stack.end_runs()
+    ended = made.end_leftovers()
     made.close()
-    for line in made.end_leftovers():
-        print(f"left over and ended: {line}")
+    assert (left, ended) == ([], []), "a test that failed left this; it was terminated, released, ended"
+
+
+@pytest.fixture(scope="session")
+def full(stack: Stack, census: Census) -> Carried:
+    """One full run with a drill, from its start until custody has closed."""
+    return carry(stack, census)

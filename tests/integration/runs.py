@@ -80,7 +80,8 @@ class Left:
     def checksums_hold(self) -> bool:
         """Whether SHA256SUMS lists exactly the four exports, and each has that checksum."""
         folder = f"exports/{self.key}-train"
-        listed = dict(reversed(line.split("  ")) for line in self.raw(f"{folder}/SHA256SUMS").decode().splitlines())
+        lines = self.raw(f"{folder}/SHA256SUMS").decode().splitlines()
+        listed = {name: digest for digest, name in (line.split("  ") for line in lines)}
         four = {"state.pt", "metrics.json", "metrics.rrd", "result.json"}
         return set(listed) == four and all(
             hashlib.sha256(self.raw(f"{folder}/{name}")).hexdigest() == digest for name, digest in listed.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import json
@@ -85,6 +86,17 @@ class Stack:
             process.kill()
         return process.wait()
 
+    def end_runs(self) -> list[str]:
+        """Terminate the runs that are still open, which a test that failed leaves, and wait until their custody has
+        released everything; returns their workflow ids."""
+        open_now = "ExecutionStatus = 'Running' AND WorkflowType = '{}'"
+        ended = []
+        for each in self.asked("workflow", "list", "--query", open_now.format("GuardedTrain")):
+            ended.append(each["execution"]["workflowId"])
+            self.cli("workflow", "terminate", "--workflow-id", ended[-1], check=False)
+        self._until(lambda: not self.asked("workflow", "list", "--query", open_now.format("Custody")), 60, "release")
+        return ended
+
     def services(self) -> list[int]:
         """Pids of the supervisor, of its services now, and of workers that tests started beside them."""
         record = json.loads((self.home / "stack.json").read_bytes())
@@ -165,9 +177,7 @@ class Stack:
         """`temporal workflow start` with these inputs; the workflow id is the session's mark and `name`."""
         command = ("workflow", "start", "--type", "GuardedTrain", "--task-queue", "ray-train")
         parts = [part for each in inputs for part in ("--input", each)]
-        told = self.asked(
-            *(*command, "--workflow-id", f"{self.mark}-{name}", "--namespace", namespace, *parts, *given)
-        )
+        told = self.asked(*(*command, "--workflow-id", f"{self.mark}-{name}", "--namespace", namespace, *parts, *given))
         return Started(told["workflowId"], told["runId"], namespace)
 
     def train(self, name: str, run: Mapping[str, Any]) -> Started:
@@ -187,7 +197,24 @@ class Stack:
         return str(self.describe(run)["workflowExecutionInfo"]["status"]).removeprefix(STATUS)
 
     def query(self, run: Started, name: str) -> Any:
+        """The answer. The CLI prints an empty list as null."""
         return self.asked("workflow", "query", *self.at(run), "--type", name)["queryResult"][0]
+
+    def result(self, run: Started) -> dict[str, Any]:
+        """The result of a Completed run, from its payload in the history."""
+        [*_, last] = self.events(run)
+        assert last["eventType"] == "EVENT_TYPE_WORKFLOW_EXECUTION_COMPLETED", last
+        found = _decoded(last["workflowExecutionCompletedEventAttributes"]["result"])
+        assert isinstance(found, dict), found
+        return found
+
+    def failure(self, run: Started) -> tuple[str, str, dict[str, Any]]:
+        """Type and message of a Failed run, and the verdict in its details."""
+        [*_, last] = self.events(run)
+        assert last["eventType"] == "EVENT_TYPE_WORKFLOW_EXECUTION_FAILED", last
+        found = last["workflowExecutionFailedEventAttributes"]["failure"]
+        about = found["applicationFailureInfo"]
+        return about["type"], found["message"], _decoded(about["details"])
 
     def events(self, run: Started) -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = self.asked("workflow", "show", *self.at(run))["events"]
@@ -204,6 +231,12 @@ class Stack:
 
     def key_of(self, run: Started) -> str:
         return self.custody(run).workflow_id.removeprefix("custody-")
+
+    def last_word(self, run: Started) -> dict[str, Any]:
+        """The result of the run's custody, once that has closed."""
+        custody = self.custody(run)
+        self.wait(custody, 60)
+        return self.result(custody)
 
     # -- waiting
 
@@ -264,18 +297,9 @@ class Stack:
         self.s3.put_object(Bucket=BUCKET, Key=key, Body=body)
 
 
-def result(told: Mapping[str, Any]) -> dict[str, Any]:
-    """The verdict of a Completed run, from `describe`."""
-    found = told["result"]
-    assert isinstance(found, dict), told
-    return found
-
-
-def failure(told: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Type, message and the verdict in the details of a Failed run, from `describe`."""
-    found = told["closeEvent"]["workflowExecutionFailedEventAttributes"]["failure"]
-    about = found["applicationFailureInfo"]
-    return about["type"], found["message"], about["details"][0]
+def _decoded(payloads: Mapping[str, Any]) -> Any:
+    [payload] = payloads["payloads"]
+    return json.loads(base64.b64decode(payload["data"]))
 
 
 def ending(told: Mapping[str, Any]) -> str:

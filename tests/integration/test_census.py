@@ -22,7 +22,7 @@ RETITLED = """
 import ctypes, sys, time
 print("up", flush=True)
 sys.stdin.readline()
-# As programs that set their own title do: the environment that /proc shows is overwritten (proc(5): env_start, env_end).
+# As programs that set their own title do: the environment that /proc shows is overwritten.
 start, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
 ctypes.memset(start, 0, end - start)
 print("retitled", flush=True)
@@ -73,7 +73,9 @@ def test_it_finds_marked_processes_what_they_listen_on_and_what_they_use(stack: 
 
 
 def test_it_finds_descendants_without_the_mark_and_those_that_lost_both(stack: Stack, census: Census) -> None:
-    child = f"import subprocess,sys; p = subprocess.Popen([sys.executable, '-c', {RETITLED!r}], stdin=0, env={{'A': 'b'}});"
+    child = (
+        f"import subprocess,sys; p = subprocess.Popen([sys.executable, '-c', {RETITLED!r}], stdin=0, env={{'A': 'b'}});"
+    )
     with planted([sys.executable, "-c", f"{child} p.wait()"], env=marked(stack)) as process:
         assert process.stdout is not None
         assert process.stdin is not None

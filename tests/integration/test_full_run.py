@@ -6,93 +6,19 @@ Several tests look at the same run (about two minutes on two cores), so that eac
 from __future__ import annotations
 
 import html.parser
-import json
 import re
 import stat
 import time
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 
 from tests.integration.canary import Canaries, files
-from tests.integration.census import Census, Findings
-from tests.integration.runs import DRILL_AFTER, INTERVAL, STEPS, Left, left_by, regression
-from tests.integration.stack import Stack, Started, result
+from tests.integration.census import Census
+from tests.integration.full_run import Carried
+from tests.integration.runs import DRILL_AFTER, STEPS
+from tests.integration.stack import Stack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
-
-
-@dataclass
-class Carried:
-    """The full run, from its start until nothing of it was left, and what was seen on the way."""
-
-    run: Started
-    custody: Started
-    left: Left
-    verdict: dict[str, Any]
-    last_word: dict[str, Any]
-    right_after: Findings
-    """The census at the moment custody had closed."""
-    canaries: Canaries
-    second_start: str
-    """What the CLI said to a second start under the same id, while the run was going on."""
-    jobs: bytes
-    """`GET /api/jobs/` while it trained."""
-    on_hosts: list[str] = field(default_factory=list)
-    """Secrets found in Ray's directories (logs, session, object store) while the hosts were up."""
-    hosts_files: int = 0
-
-
-@pytest.fixture(scope="session")
-def full(stack: Stack, census: Census) -> Carried:
-    run = stack.train("full", regression("full-run", drill={"kind": "worker", "after_step": DRILL_AFTER}))
-    stack.wait_for(run, "training begins", lambda told: told["phase"] == "train", 60)
-    again = stack.cli(
-        *("workflow", "start", "--type", "GuardedTrain", "--task-queue", "ray-train"),
-        *("--workflow-id", run.workflow_id, "--input", json.dumps(regression("full-run"))),
-        check=False,
-    )
-    assert again.returncode != 0
-    stack.wait_for(run, "the worker is killed", lambda told: told["phase"] in ("recover", "train"), 90)
-    left = left_by(stack, run)
-    token = (stack.home / "hosts" / left.key / "0.token").read_text().strip()
-    canaries = Canaries(
-        {
-            "AWS_SECRET_ACCESS_KEY": stack.env["AWS_SECRET_ACCESS_KEY"],
-            "AWS_ACCESS_KEY_ID": stack.env["AWS_ACCESS_KEY_ID"],
-            "the deployment secret": (stack.home / "secret").read_text().strip(),
-            "the run's token": token,
-        }
-    )
-    dashboard = left.document("hosts/0/receipt.json")["ray"]["dashboard_url"]
-    jobs = httpx.get(
-        f"{dashboard}/api/jobs/", headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=60
-    )
-    jobs.raise_for_status()
-    places = [place for path in census.used() if (place := Path(path)).name.startswith("ly-")]
-    seen = [each for place in places for each in files(place)]
-    on_hosts = canaries.search(seen)
-
-    told = stack.wait(run, 180)
-    custody = stack.custody(run)
-    last_word = result(stack.wait(custody, 60))
-    right_after = census.take()
-    return Carried(
-        run=run,
-        custody=custody,
-        left=left,
-        verdict=result(told),
-        last_word=last_word,
-        right_after=right_after,
-        canaries=canaries,
-        second_start=again.stdout + again.stderr,
-        jobs=jobs.content,
-        on_hosts=on_hosts,
-        hosts_files=len(seen),
-    )
 
 
 def test_it_completes_with_outcome_and_cleanup_told_apart(full: Carried) -> None:
@@ -181,8 +107,9 @@ def test_the_list_view_and_the_queries_tell_of_it_after_it_closed(full: Carried,
 
     progress = stack.query(full.run, "progress")
     assert (progress["step"], progress["steps"], progress["storage"]) == (STEPS, STEPS, full.left.uri)
-    assert stack.query(full.run, "claims")["owned"] == []
-    assert stack.query(full.run, "verdict") == full.verdict
+    assert not stack.query(full.run, "claims")["owned"]
+    told = stack.query(full.run, "verdict")
+    assert (told["outcome"], told["cleanup"], told["run_key"]) == ("succeeded", "clean", full.left.key)
     assert stack.query(full.custody, "state")["state"] == "clean"
     assert len(stack.query(full.custody, "claims")) == 4
 
@@ -222,9 +149,16 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
-def test_a_second_start_under_the_same_id_is_refused_by_the_cli(full: Carried) -> None:
-    """While a run goes on, the same workflow id starts nothing, and the CLI says why."""
-    assert "already" in full.second_start
+def test_a_second_start_under_the_same_id_joins_or_is_refused(full: Carried, stack: Stack) -> None:
+    """While a run goes on, the CLI answers a second start with the run that is there, or with --fail-existing refuses
+    it: there was one run, one custody and one job under that id."""
+    assert full.second_start == full.run
+    status, said = full.third_start
+    assert status != 0
+    assert "already" in said
+    listed = stack.asked("workflow", "list", "--query", f"WorkflowId = '{full.run.workflow_id}'")
+    assert [each["execution"]["runId"] for each in listed] == [full.run.run_id]
+    assert not [name for name in stack.names("runs/") if "another-run" in name]
 
 
 def test_no_secret_is_written_anywhere(full: Carried, stack: Stack, census: Census) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from activities.hosts.plan import free_ports
 from trainer import hosting, ray_node
 from trainer.private import NotPrivate
 from trainer.processes import look_up
@@ -109,7 +109,12 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    ports = free_ports(6)
+    probes = [socket.socket() for _ in range(6)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
     short = f"/tmp/lt-{os.getpid()}-{ports[0]}"
     token = tmp_path / "token"
     token.write_text("a-token")

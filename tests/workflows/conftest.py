@@ -1,7 +1,7 @@
-"""One real server for all tests of the workflows.
+"""One real server for all tests of the workflows: the dev server.
 
-It is the dev server with time skipping: unlike the older test server it honours parent close policies. No time is
-skipped unless a test asks for it (`Temporal.fast_forward`).
+The older time-skipping server ignores parent close policies. The newer one honours them, but skips no time while an
+activity runs, waits to be retried, or a child is open, which is always (tried with SDK 1.35, server 1.32).
 
 `python -m pytest tests/workflows --record-histories` writes the histories that `test_replay.py` replays anew.
 """
@@ -22,7 +22,7 @@ import pytest
 import pytest_asyncio
 from temporalio.client import Client, WorkflowHandle
 from temporalio.common import RetryPolicy, SearchAttributeKey
-from temporalio.testing import TimeSkippingConfig, WorkflowEnvironment
+from temporalio.testing import WorkflowEnvironment
 
 from tests.workflows.server import Temporal
 from tests.workflows.stand_ins import World
@@ -52,10 +52,8 @@ def impatient_retries() -> Iterator[None]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def temporal(impatient_retries: None) -> AsyncIterator[Temporal]:
-    environment = await WorkflowEnvironment.start_time_skipping_v2(
-        ts_config=TimeSkippingConfig(enabled=False),
+    environment = await WorkflowEnvironment.start_local(
         dev_server_existing_path=str(Path(sys.executable).with_name("temporal")),
-        dev_server_extra_args=["--dynamic-config-value", "frontend.WorkflowTimeSkippingEnabled=true"],
         dev_server_log_level="error",
         search_attributes=[SearchAttributeKey.for_keyword(name) for name in SEARCH_ATTRIBUTES],
     )
@@ -64,7 +62,7 @@ async def temporal(impatient_retries: None) -> AsyncIterator[Temporal]:
         client = await Client.connect(
             environment.client.service_client.config.target_host, data_converter=data_converter, identity="test"
         )
-        made = Temporal(environment, client)
+        made = Temporal(client)
         for worker in made.others():
             await opened.enter_async_context(worker)
         await made.start_run_worker()

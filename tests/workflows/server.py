@@ -6,12 +6,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
-from temporalio.client import Client, WorkflowHandle
-from temporalio.testing import WorkflowEnvironment
+from temporalio.client import Client
 from temporalio.worker import Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-from tests.workflows.stand_ins import StandIns, soon
+from tests.workflows.stand_ins import StandIns
 from workflows import timeouts
 from workflows.custody import Custody
 from workflows.guarded_train import GuardedTrain
@@ -23,10 +22,9 @@ THROTTLE: Final = timedelta(milliseconds=100)
 class Temporal:
     """The server, a client of it, and the three workers of one process."""
 
-    def __init__(self, environment: WorkflowEnvironment, client: Client) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
         self.stand_ins = StandIns(client)
-        self._environment = environment
         self._run_worker: Worker | None = None
 
     def _worker(self, queue: str, activities: list[Callable[..., Any]], workflows: list[type]) -> Worker:
@@ -57,11 +55,6 @@ class Temporal:
             self._worker(timeouts.WATCH_QUEUE, self.stand_ins.of_the_watch_queue(), []),
             self._worker(timeouts.RELEASE_QUEUE, self.stand_ins.of_the_release_queue(), []),
         ]
-
-    async def fast_forward(self, handle: WorkflowHandle[Any, Any], seconds: float) -> None:
-        """Let this much time pass in one workflow. It does not pass while one of its activities runs; it does while
-        an activity waits to be retried."""
-        await soon(self._environment.fast_forward(handle, seconds))
 
 
 def runner() -> SandboxedWorkflowRunner:

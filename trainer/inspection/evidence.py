@@ -236,7 +236,7 @@ def _check_restored_rank(what: str, start: Mapping[str, Any], has_momentum: bool
     return problems
 
 
-def check_first_steps(evidence: Evidence, metrics: Mapping[str, Any] | None) -> str:
+def check_first_steps(evidence: Evidence, metrics: Mapping[str, Any] | None, final_step: int | None) -> str:
     """Each rank's first step of an attempt is the restored step + 1. Raises Failed.
 
     An attempt that ended before a rank's first step has nothing to show, unless the journal credits it with
@@ -245,7 +245,11 @@ def check_first_steps(evidence: Evidence, metrics: Mapping[str, Any] | None) -> 
     problems = []
     credited = None if metrics is None else {row.get("attempt") for row in rows_of(metrics)}
     for attempt in evidence.attempts:
-        took_steps = attempt is evidence.last if credited is None else attempt.number in credited
+        if credited is None:
+            # One that was killed after its last step has nothing left to do when it starts again.
+            took_steps = attempt is evidence.last and attempt.restored_step != final_step
+        else:
+            took_steps = attempt.number in credited
         for rank in sorted({*attempt.start, *attempt.first_step}):
             what = f"attempt {attempt.number}, rank {rank}"
             record = attempt.first_step.get(rank)

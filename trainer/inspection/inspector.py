@@ -253,7 +253,7 @@ class _Inspection:
 
     def _first_steps(self) -> str:
         metrics = self._metrics.get() if self._kind == "regression" else None
-        return ev.check_first_steps(self._attempts(), metrics)
+        return ev.check_first_steps(self._attempts(), metrics, self._final_step())
 
     def _versions(self) -> str:
         device = self._question.ordered("device")
@@ -266,12 +266,16 @@ class _Inspection:
 
     def _final(self) -> str:
         evidence = self._attempts()
-        result = self._optional(self._result)
+        return ev.check_final(evidence, self._final_step(), self._optional(self._result))
+
+    def _final_step(self) -> int | None:
         if self._kind == "regression":
             steps: int | None = journal.recipe_of(self._metrics.get())["steps"]
         else:
-            steps = self._question.ordered("workload", "steps") or (result or {}).get("final_step")
-        return ev.check_final(evidence, steps, result)
+            steps = self._question.ordered("workload", "steps") or (self._optional(self._result) or {}).get(
+                "final_step"
+            )
+        return steps
 
     def _decoded_recording(self) -> str:
         return recording.check_recording(self._recording(), self._question.submission, self._metrics.get())
