@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from typing import Any, Final
 
@@ -47,20 +48,24 @@ def commits_of(raw: bytes) -> list[Commit]:
             results.append(latest)
         index = int(told["current_report_index"])
         found = [_commit(result, index) for result in results]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedRecord(f"the commit record is damaged: {type(error).__name__}: {error}") from error
     return sorted(found, key=lambda c: c.step)
 
 
 def _commit(result: dict[str, Any], index: int) -> Commit:
     metrics = result["metrics"]
-    if not isinstance(metrics.get("step"), int):
+    name, step = result["checkpoint_dir_name"], metrics.get("step")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise ValueError(f"checkpoint_dir_name is {name!r}")
+    if not isinstance(step, int) or isinstance(step, bool):
         raise ValueError("a report has no whole number as `step` (see docs/workload-contract.md)")
     loss = metrics.get("loss")
     return Commit(
-        checkpoint=str(result["checkpoint_dir_name"]),
-        step=int(metrics["step"]),
-        loss=float(loss) if isinstance(loss, int | float) else None,
+        checkpoint=name,
+        step=step,
+        # NaN is no JSON: with it in a heartbeat, the UI could show nothing of the run any more.
+        loss=float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None,
         index=index,
     )
 
@@ -94,6 +99,8 @@ class _Watch:
         self._answered = time.monotonic()
         self._job: JobInfo | None = None
         self._note = ""
+        # From the first heartbeat on: an attempt that dies early must not lose what the one before it knew.
+        self._say()
 
     async def until_something_happens(self, jobs: Jobs) -> WatchResult:
         asked = 0.0

@@ -9,7 +9,9 @@ from activities.jobs import JobInfo, Jobs, JobsError
 from workflows.evidence import JobOrder
 
 LAST_LINES: Final = 6
-_ERROR: Final = re.compile(r"(?:\S+\.)*[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
+LONGEST_LINE: Final = 500
+_ERROR: Final = re.compile(r"(?:\S+\.)?[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
+"""No repetition inside a repetition: a line of dots would keep the watcher's event loop busy for years."""
 _OUT_OF_MEMORY: Final = re.compile(r"OutOfMemory|OOM|oom-kill|Worker exit type: NODE_OUT_OF_MEMORY")
 _STORE_FULL: Final = re.compile(r"ObjectStoreFull|object store is full|object_store_memory", re.IGNORECASE)
 
@@ -27,11 +29,11 @@ async def diagnose(jobs: Jobs, job: JobOrder, info: JobInfo | None, note: str) -
 
 def last_error(log: str) -> str:
     """The last line that names an error, else the last lines."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip()[:LONGEST_LINE] for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
         if _ERROR.match(line):
-            return line[:500]
-    return " | ".join(lines[-LAST_LINES:])[:500]
+            return line
+    return " | ".join(lines[-LAST_LINES:])[:LONGEST_LINE]
 
 
 async def _findings(jobs: Jobs, job: JobOrder, log: str) -> list[str]:

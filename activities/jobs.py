@@ -20,6 +20,8 @@ import httpx
 
 REQUEST_S: Final = 30.0
 """The longest one request may take. Submitting takes about 4 s on a loaded two-core machine."""
+STOP_AGAIN_S: Final = 10.0
+"""A stop is asked for again after this long, until the job is terminal."""
 TERMINAL: Final = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 MAX_LOG: Final = 8 * 1024 * 1024
 """Logs are saved from their end, at most this much."""
@@ -76,33 +78,37 @@ class Package:
 
 def package(trees: dict[str, Path]) -> Package:
     """Zip the pure-Python source of `trees` ({path inside: directory}). Raises ValueError when it is not small, or
-    holds a link (what it points to may be anything)."""
+    holds a link (what it points to may be anything). Reads files: call it in a thread."""
     files: dict[str, Path] = {}
+    size = 0
     for inside, root in trees.items():
         if not root.is_dir():
             raise ValueError(f"the working directory {root} does not exist or is no directory")
         for path in sorted(root.rglob("*")):
             parts = path.relative_to(root).parts
-            if any(part in _SKIP or part.endswith(".pyc") for part in parts) or path.is_dir():
+            if any(part in _SKIP or part.endswith(".pyc") for part in parts):
                 continue
             if path.is_symlink():
                 raise ValueError(f"{path} is a link; source is delivered as plain files")
+            if path.is_dir():
+                continue
+            if not path.is_file():
+                raise ValueError(f"{path} is no plain file; keep pipes, sockets and devices elsewhere")
             name = "/".join((inside, *parts)) if inside else "/".join(parts)
             if parts[0] == DELIVERED and not inside:
                 raise ValueError(f"{path} is in the way of {DELIVERED}/, which every job brings along; rename yours")
-            files[name] = path
-    packed = io.BytesIO()
-    size = 0
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in sorted(files):
-            body = files[name].read_bytes()
-            size += len(body)
+            # Counted before anything is read: it may be larger than memory.
+            size += path.stat().st_size
             if size > MAX_PACKAGE:
                 raise ValueError(f"the source holds more than {MAX_PACKAGE // 2**20} MiB; deliver code, not data")
+            files[name] = path
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(files):
             entry = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
             entry.external_attr = 0o644 << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, body)
+            archive.writestr(entry, files[name].read_bytes())
     digest = hashlib.sha256(packed.getvalue()).hexdigest()[:32]
     return Package(f"gcs://_ray_pkg_{digest}.zip", packed.getvalue())
 
@@ -161,9 +167,11 @@ class Jobs:
         answer = await self._ask("GET", f"/api/jobs/{submission_id}", missing_ok=True)
         if answer is None:
             return None
-        told = answer.json()
+        told = _object(answer)
+        if not isinstance(told.get("status"), str):
+            raise JobsError(f"GET /api/jobs/{submission_id}: the answer names no status")
         return JobInfo(
-            status=str(told["status"]),
+            status=told["status"],
             ray_job_id=told.get("job_id") if told.get("driver_info") else None,
             message=str(told.get("message") or ""),
             entrypoint=str(told.get("entrypoint") or ""),
@@ -178,7 +186,7 @@ class Jobs:
     async def logs(self, submission_id: str) -> str:
         """The driver's log, its end if it is long; empty when there is none."""
         answer = await self._ask("GET", f"/api/jobs/{submission_id}/logs", missing_ok=True)
-        return "" if answer is None else str(answer.json().get("logs") or "")[-MAX_LOG:]
+        return "" if answer is None else str(_object(answer).get("logs") or "")[-MAX_LOG:]
 
     async def log_on(self, node_id: str, submission_id: str) -> str:
         """The log of a job whose entrypoint ran on that node: the Jobs API reads the head's files only."""
@@ -198,7 +206,7 @@ class Jobs:
     async def stop_to_terminal(self, submission_id: str, within_s: float = 60.0) -> JobInfo | None:
         """Stop and poll until the native status is terminal. Raises JobsError when it is not in time."""
         deadline = asyncio.get_running_loop().time() + within_s
-        asked = 0.0
+        asked = -STOP_AGAIN_S
         while True:
             info = await self.info(submission_id)
             if info is None or info.terminal:
@@ -206,7 +214,7 @@ class Jobs:
             now = asyncio.get_running_loop().time()
             if now > deadline:
                 raise JobsError(f"job {submission_id} is still {info.status} {within_s:.0f} s after the stop")
-            if now - asked > 10.0:
+            if now - asked > STOP_AGAIN_S:
                 # Asked again, because a stop of a PENDING job says True and stops nothing.
                 await self.stop(submission_id)
                 asked = now
@@ -216,10 +224,18 @@ class Jobs:
         """Ray's own state of `nodes`, `actors`, `placement_groups` or `workers`, in detail."""
         answer = await self._ask("GET", f"/api/v0/{what}", params={"detail": "true", "limit": "10000"})
         assert answer is not None
-        told = answer.json()
+        told = _object(answer)
         if not told.get("result"):
             raise JobsError(f"the cluster could not list its {what}: {str(told.get('msg'))[:300]}")
-        return list(told["data"]["result"]["result"])
+        try:
+            listed = told["data"]["result"]
+            found, total = list(listed["result"]), int(listed["total"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise JobsError(f"the cluster's list of {what} is no list: {type(error).__name__}: {error}") from error
+        # What is left out of a list is unknown, not absent.
+        if listed.get("partial_failure_warning") or len(found) < total:
+            raise JobsError(f"the cluster listed only {len(found)} of its {total} {what}")
+        return found
 
     async def alive_nodes(self) -> dict[str, dict[str, Any]]:
         """Nodes that are ALIVE, by node id (dead ones stay in cluster status; here they are told apart)."""
@@ -252,6 +268,17 @@ class Jobs:
             said = answer.text.strip().splitlines()
             raise JobsError(f"{method} {path}: {answer.status_code} {said[-1][:300] if said else ''}")
         return answer
+
+
+def _object(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object that was answered. Raises JobsError: anything else, a proxy's page say, is no answer of Ray."""
+    try:
+        told = answer.json()
+    except (ValueError, RecursionError) as error:
+        raise JobsError(f"{answer.request.url.path}: the answer is no JSON: {answer.text[:100]!r}") from error
+    if not isinstance(told, dict):
+        raise JobsError(f"{answer.request.url.path}: the answer is no JSON object: {answer.text[:100]!r}")
+    return told
 
 
 def _is_of(actor: dict[str, Any], submission_id: str, ray_job_id: str | None) -> bool:

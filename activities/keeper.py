@@ -46,6 +46,9 @@ class Keeper:
             renewal = asyncio.create_task(self._renew(order, heart)) if order.renew else None
             try:
                 while True:
+                    if renewal and renewal.done():
+                        # It never ends by itself. Hosts must not run out of their lease because nobody looked.
+                        renewal.result()
                     closed = await self._closed(order.identity, heart)
                     if closed:
                         return RunClosed(status=closed)
@@ -88,13 +91,20 @@ class Keeper:
         """Sequences only go up, also when another worker takes over."""
         if sequence is None:
             got = await self._storage.get(uri)
-            try:
-                sequence = int(json.loads(got.body)["sequence"]) if got and got.body else 0
-            except (ValueError, KeyError, TypeError):
-                sequence = int(time.time())
+            sequence = 0 if got is None else _sequence_in(got.body or b"")
         renewed = {"schema": 1, "sequence": sequence + 1, "duration_s": duration_s}
         await self._storage.put(uri, json.dumps(renewed).encode())
         return sequence + 1
+
+
+def _sequence_in(lease: bytes) -> int:
+    """The sequence that a lease holds. A damaged one tells nothing, and hosts only believe one that is higher than what
+    they saw: seconds since 1970 are."""
+    try:
+        told = json.loads(lease)["sequence"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        told = None
+    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else int(time.time())
 
 
 async def _left(custody: WorkflowExecutionDescription) -> float:

@@ -62,7 +62,7 @@ class Preflight:
             await self._prefix_is_free(order.identity, order.spec)
             conditional = await self._probe(order.identity)
             if isinstance(order.spec.workload, ScriptWorkload):
-                self._source(order.spec.workload)
+                await in_thread(self._threads, self._source, order.spec.workload)
             heart.say(note=f"checking {order.hosts.provider} hosts")
             problems = await in_thread(self._threads, provider.check, order.hosts)
             if problems:
@@ -120,7 +120,7 @@ class Preflight:
             owner = await self._storage.get(f"{identity.storage}/owner.json")
         except StorageError as error:
             _refuse(f"storage.uri: {error}")
-        ours = owner and owner.body and json.loads(owner.body).get("custody_id") == identity.custody_id
+        ours = owner and owner.body and _custody_in(owner.body) == identity.custody_id
         if root and not ours and any(not name.startswith("probe-") for name in root):
             _refuse(f"storage.uri: {identity.storage} already holds {root[0]} and is not this run's")
 
@@ -189,6 +189,15 @@ class Preflight:
             await self._storage.put(f"{identity.storage}/owner.json", json.dumps(body, sort_keys=True).encode())
         except StorageError as error:
             _refuse(f"storage.uri: {error}")
+
+
+def _custody_in(owner: bytes) -> object:
+    """Whose root it is; None where that cannot be read, which makes it a stranger's."""
+    try:
+        told = json.loads(owner)
+    except (ValueError, RecursionError):
+        return None
+    return told.get("custody_id") if isinstance(told, dict) else None
 
 
 def _refuse(message: str) -> NoReturn:

@@ -36,7 +36,7 @@ _NEEDED: Final[Mapping[str, Mapping[str, type]]] = {
         "at": str,
     },
     "first-step": {"attempt": int, "rank": int, "step": int, "at": str},
-    "final": {"attempt": int, "rank": int, "step": int, "model_sha256": str, "momentum_sha256": str},
+    "final": {"attempt": int, "rank": int, "step": int, "model_sha256": str, "momentum_sha256": str, "at": str},
 }
 """What is relied on in each kind of a rank's evidence; the inspector looks closer."""
 
@@ -145,7 +145,7 @@ def recovery(order: ProofOrder, main: dict[str, Evidence], parity: dict[str, Evi
             if firsts and strike:
                 seconds = max(_when(e["at"]) for e in firsts.values()) - strike.at
     compared: Literal["equal", "different", "not_asked"]
-    compared = _parity(main, parity, problems) if order.parity else "not_asked"
+    compared = _parity(main, parity, order.world_size, problems) if order.parity else "not_asked"
     return Recovery(
         proved=not problems,
         problems=tuple(problems),
@@ -183,10 +183,13 @@ def _restored(resumed: Sequence[Evidence], committed: int, world_size: int) -> l
 
 
 def _parity(
-    main: dict[str, Evidence], parity: dict[str, Evidence], problems: list[str]
+    main: dict[str, Evidence], parity: dict[str, Evidence], world_size: int, problems: list[str]
 ) -> Literal["equal", "different"]:
     def final(evidence: dict[str, Evidence]) -> set[tuple[str, str]]:
-        return {(e["model_sha256"], e["momentum_sha256"]) for n, e in evidence.items() if n.endswith(".final.json")}
+        """Of all ranks; empty unless every one left it."""
+        ends = [e for n, e in evidence.items() if n.endswith(".final.json")]
+        complete = {int(e["rank"]) for e in ends} == set(range(world_size))
+        return {(e["model_sha256"], e["momentum_sha256"]) for e in ends} if complete else set()
 
     ours, theirs = final(main), final(parity)
     if len(ours) == 1 and ours == theirs:

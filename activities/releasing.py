@@ -13,7 +13,7 @@ from temporalio.exceptions import ApplicationError
 
 from activities.checkpoints import DamagedRecord, commits_of, record_uri
 from activities.heartbeat import Heart, beating, in_thread
-from activities.hosts import HostsError, HostsProvider
+from activities.hosts import HostsProvider
 from activities.hosts.reach import Providers, reach
 from activities.jobs import Jobs, JobsError
 from activities.storage import Storage, StorageError
@@ -42,13 +42,15 @@ class Releasing:
         except ApplicationError as missing:
             raise ApplicationError(f"nothing was released: {missing}", type="NoProvider") from missing
         steps: list[StepTaken] = []
+        began = time.monotonic()
         async with beating(note="release begins") as heart:
             steps.append(await self._step("tombstone", "custody", self._raise_tombstone(order)))
             for claim in reversed(order.claims):
                 heart.say(note=f"releasing {claim.id}")
                 steps.append(await self._release_one(provider, claim, order, heart))
             await self._prove_absent(provider, order, heart, steps, "first proof of absence")
-            pause = max(BETWEEN_PROOFS_S, max(c.may_appear_until for c in order.claims) - time.time())
+            steps.append(await self._step("end unfinished uploads", "storage", self._end_uploads(order)))
+            pause = max(BETWEEN_PROOFS_S, _may_still_appear_s(order) - (time.monotonic() - began))
             heart.say(note=f"second proof of absence in {pause:.0f} s")
             await asyncio.sleep(pause)
             await self._prove_absent(provider, order, heart, steps, "second proof of absence")
@@ -80,7 +82,7 @@ class Releasing:
             return await self._step("stop", claim.id, self._stop_job(claim, order))
         try:
             return await in_thread(self._threads, provider.release, claim, order.hosts, lambda note: None)
-        except (HostsError, OSError) as error:
+        except Exception as error:
             return StepTaken(claim=claim.id, action="release", ok=False, detail=str(error)[:500], seconds=0.0)
 
     async def _stop_job(self, claim: Claim, order: ReleaseOrder) -> str:
@@ -128,6 +130,11 @@ class Releasing:
         await self._storage.put(uri, body)
         return "raised"
 
+    async def _end_uploads(self, order: ReleaseOrder) -> str:
+        """A rank that is ended while it writes a checkpoint leaves an upload that nobody sees and somebody pays for.
+        Whoever could finish it is gone by now."""
+        return f"{await self._storage.abort_uploads(f'{order.identity.storage}/')} ended"
+
     async def _last_commit(self, order: ReleaseOrder) -> Commit | None:
         """What a later run can resume from. Where storage does not say, nothing is claimed and nothing waits for it."""
         try:
@@ -148,6 +155,12 @@ class Releasing:
         began = time.monotonic()
         try:
             detail, ok = str(await work), True  # type: ignore[misc]
-        except (JobsError, StorageError, OSError) as error:
+        except Exception as error:
             detail, ok = str(error)[:500], False
         return StepTaken(claim=on, action=action, ok=ok, detail=detail, seconds=time.monotonic() - began)
+
+
+def _may_still_appear_s(order: ReleaseOrder) -> float:
+    """How long, from the start of this attempt, something claimed may still appear. Custody's times and the start are
+    both the Temporal server's, so this machine's clock may be wrong."""
+    return max(c.may_appear_until for c in order.claims) - activity.info().started_time.timestamp()

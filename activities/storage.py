@@ -119,6 +119,23 @@ class Storage:
             raise _explained(prefix_uri, "list", error) from error
         return found[:limit]
 
+    async def abort_uploads(self, prefix_uri: str) -> int:
+        """End the multipart uploads below a prefix that nobody will finish (they are listed nowhere else, and cost what
+        they hold); how many there were. Only for a prefix whose writers are all gone."""
+        bucket, prefix = split(prefix_uri)
+        ended = 0
+        try:
+            pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
+            async for page in pages:
+                for upload in page.get("Uploads", ()):
+                    await self._client.abort_multipart_upload(
+                        Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+                    ended += 1
+        except (ClientError, BotoCoreError, OSError) as error:
+            raise _explained(prefix_uri, "end unfinished uploads below", error) from error
+        return ended
+
 
 def _explained(uri: str, what: str, error: BaseException) -> StorageError:
     code = str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""

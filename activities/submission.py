@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Final
@@ -33,7 +34,7 @@ class Submission:
     async def submit_job(self, order: JobOrder) -> SubmittedJob:
         """Claim the submission id, then create it or adopt it. Sent twice, there is still one job."""
         async with beating(note="packing the source") as heart:
-            source = self._source(order)
+            source = await asyncio.to_thread(self._source, order)
             mine = self.job_claim(order.hosts, order.submission_id)
             async with (
                 reach(self._providers, order.hosts) as endpoint,

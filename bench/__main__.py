@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
+from rich.markup import escape
 
 from bench import overhead, recovery, steady
 from bench.figure import Experiment, Measured, judge, table, write
@@ -102,11 +103,13 @@ async def measure(experiments: Sequence[Experiment], pairs: int, console: Consol
                 name = ", ".join(figure.name for figure in experiment.figures)
                 say(f"{index + 1} of {pairs}: {name} (load {os.getloadavg()[0]:.1f})")
                 try:
-                    samples[place].append(await sample(place_of_work, experiment, index))
+                    samples[place].append(taken := await sample(place_of_work, experiment, index))
+                    for figure in experiment.figures:
+                        say(escape(f"  {figure.name}: {figure.shows(taken)}"))
                 except (Trouble, RuntimeError, TimeoutError, LookupError, ValueError) as error:
                     text = " ".join((str(error) or type(error).__name__).split())[:1500]
                     trouble[place].append(text)
-                    say(f"[red]{name}: {text}".replace("[/", "(/"))
+                    say(f"[red]{escape(f'{name}: {text}')}")
     say("all samples taken")
     return [
         judge(figure, samples[place], trouble[place])

@@ -48,7 +48,7 @@ class Figure:
     unit: str
     bar: Bar | None
     """None: reported only."""
-    value: Callable[[Sequence[Any]], float]
+    value: Callable[[Sequence[Any]], float | None]
     explain: Callable[[Sequence[Any]], str]
     """One sentence from the samples: where the time goes, which is what limits a bar that is not met."""
     shows: Callable[[Any], Any]
@@ -72,7 +72,7 @@ class Measured:
 
     figure: Figure
     value: float | None
-    """None: there is no sample."""
+    """None: no sample tells it."""
     samples: tuple[Any, ...]
     explanation: str
 

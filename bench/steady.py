@@ -12,10 +12,10 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from bench.figure import Experiment, Figure, at_least, at_most, middle
-from bench.guarded import release_began
+from bench.guarded import Ended, release_began
 from bench.lab import STORAGE, Lab, Trouble, complete
 from bench.plain_ray import free_ports
-from bench.watching import watch
+from bench.watching import RunEnded, watch
 from worker.settings import CHECKOUT
 
 INTERVAL: Final = 2000
@@ -32,7 +32,8 @@ class Pair:
     bare: tuple[float, ...]
     latencies_s: tuple[float, ...]
     memory_mb: float
-    stopped_s: float
+    stopped_s: float | None
+    """None where the job was not seen to stop before its cluster was ended."""
     gone_s: float
     release_steps: dict[str, float]
 
@@ -48,7 +49,11 @@ async def pair(lab: Lab, index: int) -> Pair:
         bare = await torchrun(lab)
     run = await lab.start("steady", RECIPE)
     root = run.root(f"{STORAGE}/guarded")
-    seen = await watch(lab.client, lab.s3, run, root, lab.worker_pid, COMMITS, TRAIN_LIMIT_S)
+    try:
+        seen = await watch(lab.client, lab.s3, run, root, lab.worker_pid, COMMITS, TRAIN_LIMIT_S)
+    except RunEnded:
+        await run.end("aborted")  # raises, saying how it ended
+        raise Trouble(f"{run.workflow_id} was aborted by somebody else") from None
     asked = time.time()
     await run.abort()
     ended = await run.end("aborted")
@@ -57,15 +62,15 @@ async def pair(lab: Lab, index: int) -> Pair:
     steps = journal(lab, root)
     if steps[INTERVAL * COMMITS - 1]["loss"] != bare["loss"]:
         raise Trouble("torchrun's loss differs from the run's: bench/bare_loop.py is not the same training any more")
-    stopped = release_began(ended.custody_history) + sum(each["seconds"] for each in until_stopped(ended.release))
+    stopped = job_stopped(ended)
     return Pair(
         ours=tuple(round(each, 1) for each in rates(steps)[1:]),
         bare=tuple(round(each, 1) for each in bare["rates"][1:]),
         latencies_s=tuple(seen.latencies()),
         memory_mb=round(median(seen.memory), 1),
-        stopped_s=round(stopped - asked, 3),
+        stopped_s=None if stopped is None else round(stopped - asked, 3),
         gone_s=round(ended.release["ended"] - asked, 3),
-        release_steps={f"{each['action']} {each['claim']}": each["seconds"] for each in ended.release["steps"]},
+        release_steps={name(each): round(each["seconds"], 3) for each in ended.release["steps"]},
     )
 
 
@@ -103,13 +108,24 @@ def rates(steps: Sequence[dict[str, Any]]) -> list[float]:
     return [INTERVAL / sum(taken[part * INTERVAL : (part + 1) * INTERVAL]) for part in range(whole)]
 
 
-def until_stopped(release: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The release's steps up to the job's stop, which comes first after the tombstone."""
-    steps: list[dict[str, Any]] = list(release["steps"])
-    stops = [place for place, each in enumerate(steps) if each["action"] == "stop" and each["ok"]]
-    if not stops:
-        raise Trouble(f"custody's record holds no stop of a job: {[each['action'] for each in steps]}")
-    return steps[: stops[-1] + 1]
+def job_stopped(ended: Ended) -> float | None:
+    """When custody saw the job terminal, with no actor and no placement group left; Unix seconds.
+
+    The release begins with the tombstone, and the job is what it releases first: its steps are timed, one after the
+    other.
+    """
+    at = release_began(ended.custody_history)
+    for each in ended.release["steps"]:
+        at += each["seconds"]
+        if each["action"] == "stop":
+            return at if each["ok"] else None
+    return None
+
+
+def name(step: Mapping[str, Any]) -> str:
+    """A release's step, for people; the detail where it failed."""
+    kind = str(step["claim"]).partition("/")[0]
+    return f"{step['action']} {kind}" + ("" if step["ok"] else f" FAILED ({str(step['detail'])[:120]})")
 
 
 def explain_speed(pairs: Sequence[Pair]) -> str:
@@ -129,9 +145,9 @@ def explain_latency(pairs: Sequence[Pair]) -> str:
 
 
 def explain_release(pairs: Sequence[Pair]) -> str:
-    names = dict.fromkeys(name for each in pairs for name in each.release_steps)
-    taken = {name: median(each.release_steps.get(name, 0.0) for each in pairs) for name in names}
-    return "custody's steps: " + ", ".join(f"{name} {value:.1f} s" for name, value in taken.items() if value >= 0.1)
+    steps = dict.fromkeys(step for each in pairs for step in each.release_steps)
+    taken = {step: median(each.release_steps.get(step, 0.0) for each in pairs) for step in steps}
+    return "custody's steps: " + ", ".join(f"{step} {value:.1f} s" for step, value in taken.items() if value >= 0.1)
 
 
 EXPERIMENT: Final = Experiment(
@@ -160,7 +176,7 @@ EXPERIMENT: Final = Experiment(
             what="abort → job stopped, its actors and placement groups gone",
             unit="s",
             bar=None,
-            value=lambda pairs: middle([each.stopped_s for each in pairs]),
+            value=lambda pairs: middle(found) if (found := [e.stopped_s for e in pairs if e.stopped_s]) else None,
             explain=lambda pairs: (
                 "logs and status are saved first, then custody raises the tombstone and stops the job"
             ),

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 LOOK_S: Final = 0.25
 
 
+class RunEnded(Exception):
+    """The run closed before enough was seen."""
+
+
 @dataclass
 class Seen:
     """What was seen so far; times are Unix seconds."""
@@ -52,8 +56,7 @@ class Seen:
 async def watch(
     client: Client, s3: S3Client, run: GuardedRun, root: str, worker_pid: int, commits: int, within_s: float
 ) -> Seen:
-    """Look until ``commits`` commits were told by heartbeats. Raises RuntimeError when the run ends before that, and
-    TimeoutError."""
+    """Look until ``commits`` commits were told by heartbeats. Raises RunEnded, and TimeoutError."""
     seen = Seen()
     record = _Record(s3, root)
     worker = psutil.Process(worker_pid)
@@ -102,7 +105,7 @@ async def _heartbeat(client: Client, run: GuardedRun, heartbeats: dict[int, floa
     """Note the step of the watch's last heartbeat; whether there is a watch."""
     description = await run.handle.describe()
     if description.close_time is not None:
-        raise RuntimeError(f"{run.workflow_id} ended before enough commits were seen")
+        raise RunEnded
     watching = [each for each in description.raw_description.pending_activities if each.activity_type.name == WATCH]
     for each in watching:
         if each.heartbeat_details.payloads:

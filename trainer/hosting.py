@@ -68,6 +68,7 @@ RAY_FIELDS: dict[str, type | tuple[type, ...]] = {
     "dashboard_port": int,
     "agent_port": int,
     "client_port": int,
+    "runtime_env_port": int,
     "autoscaler_metrics_port": int,
     "dashboard_metrics_port": int,
     "worker_ports": list,  # [lowest, highest]; [0, 0]: any free one

@@ -6,6 +6,7 @@ Per step a few tensors are kept on the device; at a checkpoint boundary one redu
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -15,7 +16,8 @@ import torch.distributed as dist
 
 MOST_STEPS_KEPT: Final = 64
 MOST_ELEMENTS_KEPT: Final = 4_000_000
-"""Bounds on what is kept between two computations: steps, and copied parameters over all of them (16 MB as float32)."""
+"""Bounds on what is kept between two computations: steps, and elements of parameters over all of them (16 MB as
+float32, and as much of gradients)."""
 
 
 class Journal:
@@ -49,37 +51,37 @@ class Journal:
 class Interval:
     """The steps since the last boundary, as tensors on the device.
 
-    What a step costs here is one copy of the parameters; everything is computed a batch of steps at a time. Gradients
-    are kept by reference until then, so the loop must let each step make new ones (``zero_grad(set_to_none=True)``,
-    torch's default).
+    What a step costs here is one copy of the parameters and one of the gradients, into rows of buffers that are made
+    once; everything is computed from those a batch of steps at a time.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device) -> None:
-        """``parameters``: those the optimizer changes, in the order their gradients are given."""
-        self._parameters = list(parameters)
-        elements = sum(parameter.numel() for parameter in self._parameters)
+        """``parameters``: those the optimizer changes in place, in the order their gradients are given."""
+        # The same memory without autograd, which would otherwise have to be told at each step to look away.
+        self._parameters = [parameter.detach() for parameter in parameters]
+        elements = sum(parameter.numel() for parameter in parameters)
         self._batch = max(1, min(MOST_STEPS_KEPT, MOST_ELEMENTS_KEPT // max(1, elements)))
+        # Row 0 is the parameters before the batch's first step.
+        self._copies, self._copy_rows = self._buffer(self._batch + 1, device)
+        self._gradients, self._gradient_rows = self._buffer(self._batch, device)
         self._losses: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
         self._clock = _CudaClock() if device.type == "cuda" else _Clock()
         self._device = device
 
-    @torch.no_grad()
     def open(self) -> None:
         """Begin: take down the parameters as they are, and the time."""
-        self._copies = [parameter.detach().clone() for parameter in self._parameters]
+        torch._foreach_copy_(self._copy_rows[0], self._parameters)
         self._clock.start()
 
-    @torch.no_grad()
-    def after_step(self, loss: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
-        """Take down a step just made: this rank's ``loss`` (scalar) and the reduced ``gradients``."""
+    def after_step(self, loss: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+        """Take down a step just made: this rank's ``loss`` (scalar) and the reduced ``gradients``, one a parameter."""
+        step = len(self._losses)
         self._losses.append(loss.detach())
-        self._gradients.extend(gradients)
-        self._copies.extend(parameter.detach().clone() for parameter in self._parameters)
+        torch._foreach_copy_(self._gradient_rows[step], gradients)
+        torch._foreach_copy_(self._copy_rows[step + 1], self._parameters)
         self._clock.mark()
-        if len(self._losses) == self._batch:
+        if step + 1 == self._batch:
             self._compute()
 
     def close(
@@ -113,18 +115,26 @@ class Interval:
             for step, (loss, gradient_norm, parameter_change, taken) in enumerate(rows, start=last_step - len(rows) + 1)
         ]
 
-    @torch.no_grad()
     def _compute(self) -> None:
-        count, width = len(self._losses), len(self._parameters)
+        count = len(self._losses)
         if count == 0:
             return
-        changes = torch._foreach_sub(self._copies[width:], self._copies[:-width])
-        norms = [
-            torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)).reshape(count, width), dim=1)
-            for tensors in (self._gradients, changes)
+        changes = self._copies[1 : count + 1] - self._copies[:count]
+        norms = [torch.linalg.vector_norm(each, dim=1) for each in (self._gradients[:count], changes)]
+        self._rows.append(torch.stack([torch.stack(self._losses).to(changes.dtype), *norms]).double())
+        self._losses = []
+        self._copies[0].copy_(self._copies[count])
+
+    def _buffer(self, rows: int, device: torch.device) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        """Room for ``rows`` copies, ``[rows, elements]``, and each row as one view for each parameter."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in self._parameters))
+        buffer = torch.zeros(rows, sum(sizes), dtype=dtype, device=device)
+        views = [
+            [part.view(each.shape) for part, each in zip(row.split(sizes), self._parameters, strict=True)]
+            for row in buffer
         ]
-        self._rows.append(torch.stack([torch.stack(self._losses), *norms]).double())
-        self._losses, self._gradients, self._copies = [], [], self._copies[-width:]
+        return buffer, views
 
 
 class _Clock:

@@ -29,6 +29,12 @@ NODE_SETTINGS: dict[str, str] = {
     # A worker node waits this long (one try a second) for a head that is slow to start; Ray's 40 s is too short on a
     # loaded machine. The service itself waits for the head's port first.
     "RAY_NUM_REDIS_GET_RETRIES": "120",
+    # Each of the dashboard's modules has this long to start, or the whole head ends; Ray's 30 s is too short on a
+    # loaded machine (measured).
+    "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "180",
+    # A stopped job gets this long before SIGKILL; Ray's 3 s would end the lease keeper within its own 10 s of grace,
+    # and with it a Train controller that has not yet ended its detached placement-group cleaner.
+    "RAY_JOB_STOP_WAIT_TIME_S": "15",
     "PYTHONUNBUFFERED": "1",
 }
 
@@ -60,6 +66,9 @@ def command(python: Path, order: Mapping[str, Any]) -> list[str]:
             f"--dashboard-port={ray['dashboard_port']}",
             # Nothing here uses the Ray Client, but its server cannot be turned off, and the default port is everyone's.
             f"--ray-client-server-port={ray['client_port']}",
+            # Without it, that server asks the raylet for it, waits 30 s at most and then ends the whole head: measured
+            # on a loaded machine.
+            f"--runtime-env-agent-port={ray['runtime_env_port']}",
         ]
     else:
         arguments.append(f"--address={gcs_address(order)}")

@@ -67,7 +67,11 @@ def not_checked(skipped: Sequence[NotApplicable]) -> tuple[str, ...]:
     reasons: dict[str, list[str]] = {}
     for check in skipped:
         reasons.setdefault(check.why, []).append(check.name)
-    return tuple(f"not checked: {', '.join(names)} ({why})" for why, names in reasons.items())
+    return tuple(
+        # A reason that names its only check needs no other name.
+        f"not checked: {why}" if names[0] in why else f"not checked: {', '.join(names)} ({why})"
+        for why, names in reasons.items()
+    )
 
 
 def poll_s(between_commits_s: float | None) -> float:

@@ -47,7 +47,8 @@ class Plan:
     shared_memory_dirs: tuple[str, ...]
     """Empty where /dev/shm is too small: then Ray chooses."""
     ports: tuple[int, ...]
-    """GCS, dashboard, autoscaler's and dashboard's metrics, Ray Client's, then one agent port per host."""
+    """GCS, dashboard, autoscaler's and dashboard's metrics, Ray Client's, the runtime environment agent's, then one
+    agent port per host."""
 
     @property
     def directories(self) -> list[Path]:
@@ -95,7 +96,7 @@ def _new_plan(directory: Path, order: HostsOrder) -> Plan:
         addresses=tuple(f"127.{second}.{third}.{2 + index}" for index in range(order.count)),
         temp_dirs=tuple(f"/tmp/{short}-{index}" for index in range(order.count)),  # noqa: S108
         shared_memory_dirs=tuple(f"/dev/shm/{short}-{index}" if enough else "" for index in range(order.count)),  # noqa: S108
-        ports=free_ports(5 + order.count),
+        ports=free_ports(6 + order.count),
     )
 
 

@@ -225,8 +225,12 @@ async def test_the_inspector_is_told_the_order_and_what_it_skipped_is_kept() -> 
 
 
 def test_what_was_not_checked_is_said_once_a_reason() -> None:
-    skipped = [NotApplicable(name=name, why=why) for name, why in (("a", "x"), ("b", "y"), ("c", "x"))]
-    assert not_checked(skipped) == ("not checked: a, c (x)", "not checked: b (y)")
+    found = (("steps", "why"), ("order", "none given"), ("scalars", "why"), ("devices", "devices were not asked for"))
+    assert not_checked([NotApplicable(name=name, why=why) for name, why in found]) == (
+        "not checked: steps, scalars (why)",
+        "not checked: order (none given)",
+        "not checked: devices were not asked for",
+    )
     assert not_checked(()) == ()
 
 
@@ -266,7 +270,7 @@ async def cleared(tools: Tools, tmp_path: Path, **changes: Any) -> Cleared:
     place = Deployment(deployment="test", search_attributes=(), secret_fingerprint="", application_source="")
     with ThreadPoolExecutor(1) as threads:
         preflight = Preflight(Probed({}), Providers(providers), tools, place, threads, environment={})
-        order = PreflightOrder(identity=IDENTITY, spec=spec, hosts=hosts_order(spec, IDENTITY))
+        order = PreflightOrder(identity=IDENTITY, spec=spec, hosts=hosts_order(spec, IDENTITY), deployment=place)
         return await ActivityEnvironment().run(preflight.preflight, order)
 
 

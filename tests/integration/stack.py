@@ -109,8 +109,8 @@ class Stack:
         return int(record["services"]["worker"]["process"]["pid"])
 
     @contextlib.contextmanager
-    def another_worker(self, namespace: str, **environment: str | None) -> Iterator[Path]:
-        """A worker in a namespace of its own, its environment changed; yields its log. None unsets a variable."""
+    def another_worker(self, namespace: str, **environment: str | None) -> Iterator[None]:
+        """A worker in a namespace of its own, its environment changed. None unsets a variable."""
         self.namespace(namespace)
         env = {**bare(), **self.env, "TEMPORAL_NAMESPACE": namespace, "TMPDIR": str(self.scratch)}
         for name, value in environment.items():
@@ -135,7 +135,7 @@ class Stack:
                 assert process.poll() is None, f"the worker ended:\n{log.read_text()}"
                 assert time.monotonic() < ends, f"the worker is not ready:\n{log.read_text()}"
                 time.sleep(0.1)
-            yield log
+            yield
         finally:
             process.send_signal(signal.SIGTERM)
             try:

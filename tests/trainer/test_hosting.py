@@ -109,7 +109,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    probes = [socket.socket() for _ in range(6)]
+    probes = [socket.socket() for _ in range(7)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -144,6 +144,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
             "client_port": ports[3],
             "autoscaler_metrics_port": ports[4],
             "dashboard_metrics_port": ports[5],
+            "runtime_env_port": ports[6],
             "worker_ports": [0, 0],
             "num_cpus": 2,
             "object_store_bytes": 200_000_000,

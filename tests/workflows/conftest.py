@@ -89,8 +89,8 @@ def keep_history(pytestconfig: pytest.Config) -> Keep:
             return
         history = json.loads((await handle.fetch_history()).to_json())
         HISTORIES.mkdir(exist_ok=True)
-        told = json.dumps(without_traces(history), indent=1, sort_keys=True)
-        (HISTORIES / f"{name}.json").write_text(told + "\n")
+        told = ",\n".join(json.dumps(without_traces(event), sort_keys=True) for event in history["events"])
+        (HISTORIES / f"{name}.json").write_text(f'{{"events": [\n{told}\n]}}\n')
 
     return keep
 

@@ -334,7 +334,7 @@ async def test_what_cannot_be_proved_gone_is_tried_for_as_long_as_it_takes_and_n
 
     async def more_than_the_first_tries() -> bool:
         assert (await guarded.state())["state"] == "releasing"
-        return len(guarded.world.orders(names.RELEASE)) > 12
+        return await tried(guarded, 6)
 
     await until(more_than_the_first_tries, "the release is tried beyond its first five attempts")
     state = await guarded.state()
@@ -346,7 +346,7 @@ async def test_what_cannot_be_proved_gone_is_tried_for_as_long_as_it_takes_and_n
     [pending] = (await guarded.custody.describe()).raw_description.pending_activities
     assert "still there: cluster/c: 1 process" in pending.last_failure.message
     struggling = len(await guarded.events())
-    await until(lambda: tried(guarded, 20), "more attempts")
+    await until(lambda: tried(guarded, 8), "more attempts")
     assert len(await guarded.events()) == struggling  # retries write no history
     assert guarded.world.exists == {"cluster/c"}
     there["still"] = False
@@ -448,13 +448,13 @@ async def test_while_the_run_is_open_a_finished_custody_waits_for_it_and_answers
 
 async def test_a_failed_attempt_of_the_keeper_costs_no_history(guarded: Guarded) -> None:
     async def behave(order: Any, usual: Usual) -> Any:
-        if activity.info().attempt < 4:
+        if activity.info().attempt < 3:
             raise ApplicationError("Temporal did not answer")
         return await usual()
 
     guarded.world.script[names.KEEP] = behave
     await guarded.claim()
-    await until(lambda: kept(guarded, 4), "the keeper is tried again")
+    await until(lambda: kept(guarded, 3), "the keeper is tried again")
     record = await guarded.word()
     assert record.reason == "the run closed (terminated)"
     assert len(await guarded.events()) <= 60

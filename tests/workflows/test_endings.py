@@ -100,7 +100,9 @@ async def released_exactly(world: World, phase: Phase) -> None:
 
 
 @in_every_phase
-async def test_an_abort_ends_completed_as_aborted_with_everything_released(world: World, phase: Phase) -> None:
+async def test_an_abort_ends_completed_as_aborted_with_everything_released(
+    world: World, phase: Phase, keep_history: Keep
+) -> None:
     run, _ = await held_in(world, phase)
     await run.signal("abort", "enough")
     ending = await ending_of(run)
@@ -109,6 +111,8 @@ async def test_an_abort_ends_completed_as_aborted_with_everything_released(world
     assert ending.verdict.outcome == "aborted"
     assert ending.verdict.message.startswith("aborted as asked: enough")
     await released_exactly(world, phase)
+    if phase is PHASES["recover"]:
+        await keep_history(run, "run-aborted")
 
 
 @in_every_phase
@@ -122,11 +126,14 @@ async def test_a_cancel_ends_canceled_with_everything_released(world: World, pha
     await released_exactly(world, phase)
 
 
-async def test_cancelled_twice_and_then_aborted_it_is_cancelled_once(world: World) -> None:
+async def test_cancelled_twice_and_then_aborted_it_is_cancelled(world: World) -> None:
     run, _ = await held_in(world, PHASES["train"])
+    slow = world.script[names.RELEASE] = Hold()
     await run.cancel()
     await run.cancel()
+    await soon(slow.reached.wait())
     await run.signal("abort")
+    slow.go.set()
     assert (await ending_of(run)).status == "canceled"
     await released_exactly(world, PHASES["train"])
 
@@ -220,6 +227,7 @@ async def test_a_terminate_during_the_release_does_not_touch_it(world: World, ke
     assert (record.cleanup, record.reason) == ("clean", "the run succeeded")
     [order] = world.orders(names.REPORT_UNSPOKEN)
     assert order.status == "terminated"
+    await keep_history(run, "run-terminated")
     await keep_history(world.custody, "custody-of-a-terminated-run")
 
 
@@ -266,10 +274,11 @@ async def test_a_run_whose_execution_times_out_is_released_and_reported_by_custo
     world: World, keep_history: Keep
 ) -> None:
     phase = PHASES["launch"]
-    await held_in(world, phase, execution_timeout=timedelta(seconds=5))
+    run, _ = await held_in(world, phase, execution_timeout=timedelta(seconds=5))
     await released_exactly(world, phase)
     [order] = world.orders(names.REPORT_UNSPOKEN)
     assert order.status == "timed_out"
+    await keep_history(run, "run-that-timed-out")
     await keep_history(world.custody, "custody-of-a-timed-out-run")
 
 

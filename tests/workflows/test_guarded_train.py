@@ -16,7 +16,7 @@ from temporalio.api.history.v1 import HistoryEvent
 from temporalio.api.sdk.v1 import WorkflowMetadata
 from temporalio.client import WorkflowHandle, WorkflowUpdateFailedError
 from temporalio.common import RawValue, SearchAttributeKey
-from temporalio.exceptions import WorkflowAlreadyStartedError
+from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 from temporalio.service import RPCError
 
 import workflows.guarded_train
@@ -97,6 +97,7 @@ async def test_a_run_without_a_drill_succeeds_and_leaves_nothing(world: World, k
 async def test_a_run_with_drill_and_parity_kills_one_worker_after_the_commit_and_proves_recovery(
     world: World, keep_history: Keep
 ) -> None:
+    world.search_attributes = SEARCH_ATTRIBUTES
     run = await world.start(FULL)
     ending = await ending_of(run)
     verdict = ending.verdict
@@ -139,6 +140,9 @@ async def test_a_run_with_drill_and_parity_kills_one_worker_after_the_commit_and
     record = await custodys_word(world)
     assert world.released == [f"{name}" for name in world.touched[::-1]]
     assert [c.kind for c in record.claims] == ["cluster", "job", "job", "job"]
+    assert len(await events_of(run)) <= LONGEST_RUN
+    assert len(await events_of(world.custody)) <= LONGEST_CUSTODY
+    print(f"drill and parity: {len(await events_of(run))} events, custody {len(await events_of(world.custody))}")
     await keep_history(run, "run-with-drill-and-parity-succeeded")
     await keep_history(world.custody, "custody-of-a-run-with-drill-and-parity")
 
@@ -149,9 +153,10 @@ async def test_a_history_stays_small_and_is_as_long_for_a_run_ten_times_longer(
     lengths = []
     for steps in (320, 3200):
         one = temporal.stand_ins.world(f"{steps} steps".replace(" ", "-"))
-        spec = {**FULL, "workload": {"kind": "regression", "recipe": {"steps": steps, "checkpoint_interval": 4}}}
+        spec = {**DRILLED, "workload": {"kind": "regression", "recipe": {"steps": steps, "checkpoint_interval": 4}}}
         # A long run's watch goes through many attempts: they cost nothing.
-        one.script[names.PROVE_HOSTS] = fails("the worker went away", times=3)
+        one.script[names.WATCH] = fails_the_first(2)
+        one.search_attributes = SEARCH_ATTRIBUTES
         run = await one.start(spec)
         ending = await ending_of(run)
         assert ending.verdict
@@ -162,6 +167,18 @@ async def test_a_history_stays_small_and_is_as_long_for_a_run_ten_times_longer(
         assert len(await events_of(one.custody)) <= LONGEST_CUSTODY
         print(f"{steps} steps: {len(await events_of(run))} events, custody {len(await events_of(one.custody))}")
     assert lengths[0] == lengths[1]
+
+
+def fails_the_first(times: int) -> Behaviour:
+    """Fail this often in all, then do the usual."""
+    left = iter(range(times))
+
+    async def behave(order: Any, usual: Usual) -> Any:
+        if next(left, None) is not None:
+            raise ApplicationError("the worker went away")
+        return await usual()
+
+    return behave
 
 
 def decided(events: list[HistoryEvent]) -> Counter[str]:
@@ -486,6 +503,21 @@ async def test_an_extension_moves_the_deadline_of_the_run_and_of_custody(world: 
     await keep_history(world.custody, "custody-extended-twenty-times")
 
 
+async def test_an_extension_before_custody_began_is_passed_on_to_it(world: World) -> None:
+    hold = world.script[names.ORIENT] = Hold()
+    training = world.script[names.WATCH] = Hold()
+    run = await world.start({**PLAIN, "limits": {"teardown": "10m"}})
+    await soon(hold.reached.wait())
+    await run.execute_update("extend", 60)
+    hold.go.set()
+    await soon(training.reached.wait())
+    deadline = (await run.query("progress"))["deadline"]
+    assert (await world.custody.query("state"))["deadline"] == pytest.approx(deadline + 600)
+    training.go.set()
+    assert (await ending_of(run)).status == "completed"
+    await custodys_word(world)
+
+
 async def test_an_extension_that_makes_no_sense_is_refused_and_moves_nothing(world: World) -> None:
     run, _ = await held_in_training(world)
     before = (await run.query("progress"))["deadline"]
@@ -724,7 +756,8 @@ async def test_what_takes_too_long_fails_at_its_limit_and_is_released(
     assert len(record.claims) == told.claims
     assert world.released == world.touched[::-1]
     await soon(hold.cancelled.wait())
-    await keep_history(run, f"run-too-late-{name.replace(' ', '-')}")
+    if name in ("launch", "run limit in train"):
+        await keep_history(run, f"run-too-late-{name.replace(' ', '-')}")
 
 
 async def test_an_extended_run_outlives_its_first_deadline(

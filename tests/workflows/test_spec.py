@@ -545,6 +545,7 @@ def test_a_spec_cannot_be_changed() -> None:
         spec.parity = True
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=10**9))
 def test_a_duration_reads_back_as_the_same_seconds(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds

@@ -15,7 +15,7 @@ os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
 os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "900"
 
 import ray.train
-from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConsistencyMode, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from trainer import storage
@@ -33,6 +33,9 @@ def train(config: dict[str, Any]) -> None:
             (Path(folder) / "state.json").write_text(json.dumps(metrics))
             own = Checkpoint.from_directory(folder) if rank == 0 else None
             ray.train.report(metrics, checkpoint=own, checkpoint_dir_name=f"checkpoint_{step:06d}")
+    # A report that returned is not a commit yet, and what fails before it loses it.
+    while len(ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)) < COMMITS:
+        time.sleep(0.1)
     if config["what"] == "fail":
         raise ValueError(f"the samples of step {step + 1} are damaged")
     time.sleep(3600)
