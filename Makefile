@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := $(wildcard workflows activities worker trainer tests bench examples)
 
-.PHONY: help demo stack test test-operator test-trainer bench lint format schema lock operator dev trainer-test \
+.PHONY: help demo stack test test-operator test-trainer bench inspect lint format schema lock operator dev trainer-test \
     application clean
 
 help: ## say what there is to do
@@ -25,13 +25,17 @@ demo: operator application ## carry one guarded run from start to verdict on the
 stack: operator application ## the embedded services and a worker in the foreground, until Ctrl-C; writes .lanyard/env
 	@exec $(BIN)/python -m worker stack
 
-test: test-operator test-trainer ## all tests, each in the environment of what it tests
+test: test-operator test-trainer ## all tests, each in its own environment (TESTS='tests/worker -k stack' for some)
 
-test-operator: dev application ## tests of workflows, activities, worker (TESTS='tests/worker -k stack' for some)
-	@$(BIN)/python -m pytest --ignore tests/trainer $(TESTS)
+test-operator: dev application
+	@$(if $(findstring tests/trainer,$(TESTS)),:,$(BIN)/python -m pytest --ignore tests/trainer $(TESTS))
 
-test-trainer: trainer-test application ## tests of trainer, in the application's environment
-	@PYTHONPATH=$(VENV)/trainer-test:. "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest tests/trainer
+test-trainer: trainer-test application
+	@$(if $(or $(findstring tests/trainer,$(TESTS)),$(if $(TESTS),,all)),PYTHONPATH=$(VENV)/trainer-test:. \
+	    "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest $(or $(TESTS),tests/trainer),:)
+
+inspect: application ## check a run's artifacts again, from storage alone (RUN=s3://bucket/prefix/RUNKEY)
+	@exec "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m trainer.inspect_results '$(RUN)'
 
 bench: dev application ## the benchmarks; writes bench/results.json
 	@exec $(BIN)/python -m bench

@@ -16,11 +16,12 @@ from temporalio import activity
 
 from activities.diagnosis import diagnose
 from activities.heartbeat import Heart, beating
+from activities.hosts import HostsError
 from activities.hosts.reach import Providers, reach
 from activities.jobs import JobInfo, Jobs, JobsError, JobsUnreachable
 from activities.storage import Storage, StorageError
 from workflows import activity_names
-from workflows.evidence import Commit, JobOrder, WatchEnd, WatchOrder, WatchResult
+from workflows.evidence import Commit, HostsOrder, JobOrder, WatchEnd, WatchOrder, WatchResult
 from workflows.policy import poll_s
 
 STATUS_EVERY_S: Final = 2.0
@@ -82,7 +83,18 @@ class Checkpoints:
         async with beating(phase="train", steps=order.steps) as heart:
             watch = _Watch(order, heart, self._storage)
             async with reach(self._providers, order.job.hosts) as endpoint, Jobs.at(endpoint) as jobs:
-                return await watch.until_something_happens(jobs)
+                result = await watch.until_something_happens(jobs)
+            if result.end != "lost":
+                return result
+            return result.model_copy(update={"diagnosis": await self._what_became_of_the_hosts(order.job.hosts)})
+
+    async def _what_became_of_the_hosts(self, hosts: HostsOrder) -> str:
+        """The provider's own word on hosts that no longer answer; a lease that ran out is told there."""
+        try:
+            await asyncio.to_thread(self._providers.of(hosts).prove, hosts, lambda note: None)
+        except HostsError as error:
+            return str(error)
+        return "every host says that it is up"
 
 
 class _Watch:

@@ -12,6 +12,7 @@ LAST_LINES: Final = 6
 LONGEST_LINE: Final = 500
 _ERROR: Final = re.compile(r"(?:\S+\.)?[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
 """No repetition inside a repetition: a line of dots would keep the watcher's event loop busy for years."""
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _OUT_OF_MEMORY: Final = re.compile(r"OutOfMemory|OOM|oom-kill|Worker exit type: NODE_OUT_OF_MEMORY")
 _STORE_FULL: Final = re.compile(r"ObjectStoreFull|object store is full|object_store_memory", re.IGNORECASE)
 
@@ -29,7 +30,7 @@ async def diagnose(jobs: Jobs, job: JobOrder, info: JobInfo | None, note: str) -
 
 def last_error(log: str) -> str:
     """The last line that names an error, else the last lines."""
-    lines = [line.strip()[:LONGEST_LINE] for line in log.splitlines() if line.strip()]
+    lines = [line.strip()[:LONGEST_LINE] for line in _COLOUR.sub("", log).splitlines() if line.strip()]
     for line in reversed(lines):
         if _ERROR.match(line):
             return line

@@ -194,7 +194,7 @@ def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
         said.append(
             {
                 "text": "The artifacts are in storage. Check them yourself, from storage alone, at any time:",
-                "code": f"python -m trainer.inspect_results {report['storage']}",
+                "code": f"make inspect RUN={report['storage']}",
             }
         )
     elif report["resume_from"] and last is not None and report["steps"] and last >= report["steps"]:
@@ -202,7 +202,7 @@ def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
             {
                 "text": "Every step was trained and committed, so there is nothing left to go on with: mend what is "
                 "said above and start again. What lies in storage can be checked:",
-                "code": f"python -m trainer.inspect_results {report['storage']}",
+                "code": f"make inspect RUN={report['storage']}",
             }
         )
     elif report["resume_from"]:

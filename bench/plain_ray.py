@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 START_LIMIT_S = 180.0
 JOB_LIMIT_S = 600.0
+WORKER_TRIES = 3
 STOP_LIMIT_S = 90.0
 PORTS = range(20_000, 32_000)
 """Below the kernel's ephemeral range, so that nothing takes one by accident before Ray binds it."""
@@ -73,8 +74,15 @@ class PlainCluster:
         deadline = time.monotonic() + START_LIMIT_S
         while not listens(self._head, self._gcs):
             self._wait_a_moment(deadline, "the head to listen")
-        self._start_node(1, self._worker, [f"--address={self._head}:{self._gcs}"])
+        worker = [f"--address={self._head}:{self._gcs}"]
+        self._start_node(1, self._worker, worker)
+        again = WORKER_TRIES - 1
         while self._alive() != 2:
+            if again and self._nodes[1].poll() is not None:
+                # It gives up on a head that is slow to register; whoever sees that starts it again.
+                again -= 1
+                self._nodes.pop()
+                self._start_node(1, self._worker, worker)
             self._wait_a_moment(deadline, "both nodes to be listed")
 
     def submit(self, submission: str, entrypoint: Sequence[str], source: Path, variables: Mapping[str, str]) -> None:

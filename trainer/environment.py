@@ -111,7 +111,7 @@ def verify(root: Path | None = None, *, requirements: Path = REQUIREMENTS) -> di
     ``freeze_sha256``, ``requirements_hash``, ``python``. Raises EnvironmentBroken or NotPrivate.
     """
     target = path(root, requirements)
-    remedy = "`make env`, or `python -m trainer.environment ensure`"
+    remedy = "`make application`, or `python -m trainer.environment ensure`"
     if not os.path.lexists(target):
         raise EnvironmentBroken(f"there is no application environment at {target}; build it with {remedy}")
     check_private_directory(target)
@@ -143,8 +143,8 @@ def check_device(record: dict[str, Any], device: str) -> None:
     local = build.partition("+")[2]
     if device == "cpu" and local != "cpu":
         raise EnvironmentBroken(
-            f"torch is {build}, a CPU profile runs on +cpu: rebuild with PIP_EXTRA_INDEX_URL="
-            "https://download.pytorch.org/whl/cpu python -m trainer.environment ensure --rebuild"
+            f"torch is {build}, a CPU profile runs on +cpu: set PIP_EXTRA_INDEX_URL to PyTorch's index of "
+            "CPU wheels (its Get Started page names it), then python -m trainer.environment ensure --rebuild"
         )
     if device == "cuda" and not local.startswith("cu"):
         raise EnvironmentBroken(

@@ -32,8 +32,7 @@ NODE_SETTINGS: dict[str, str] = {
     # Each of the dashboard's modules has this long to start, or the whole head ends; Ray's 30 s is too short on a
     # loaded machine (measured).
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "180",
-    # A stopped job gets this long before SIGKILL; Ray's 3 s would end the lease keeper within its own 10 s of grace,
-    # and with it a Train controller that has not yet ended its detached placement-group cleaner.
+    # A stopped job gets this long before SIGKILL; Ray's 3 s would end the lease keeper within its own 10 s of grace.
     "RAY_JOB_STOP_WAIT_TIME_S": "15",
     "PYTHONUNBUFFERED": "1",
 }

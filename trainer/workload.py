@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import threading
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any, Final
 
 import ray
@@ -56,24 +53,12 @@ def prepare(order: Order) -> None:
     # Versions only: the driver of a CUDA profile holds no GPU; its workers check that they do.
     pins.enforce(order.pins, "cpu", "the driver")
     # Ray takes the hook for the whole job only; it does nothing in a process without standby's mark.
-    ray.init(log_to_driver=True, runtime_env={"worker_process_setup_hook": standby.HOOK})
-    _stop_in_order()
-
-
-def _stop_in_order() -> None:
-    """Let the first SIGTERM (a stopped job) abort the training as Train does for SIGINT; the lease keeper's follows.
-
-    Ray's own handler would only exit: the controller then dies with the driver, and its detached placement-group
-    cleaner, which cannot end itself (its `exit_actor` is called from a thread), stays.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.raise_signal(signal.SIGINT)
-
-    # After ray.init, which sets its own.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)
+    environment: dict[str, Any] = {"worker_process_setup_hook": standby.HOOK}
+    # Ray's job supervisor tells the driver alone. Where a second Ray runs on the machine, Train's placement-group
+    # cleaner cannot tell which is its own, and neither removes a group nor ends.
+    if "RAY_ADDRESS" in os.environ:
+        environment["env_vars"] = {"RAY_ADDRESS": os.environ["RAY_ADDRESS"]}
+    ray.init(log_to_driver=True, runtime_env=environment)
 
 
 def scaling_config(order: Order) -> ScalingConfig:

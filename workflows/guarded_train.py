@@ -465,12 +465,10 @@ class GuardedTrain:
     @workflow.query
     def claims(self) -> dict[str, Any]:
         """What is owned as far as the run knows; custody (`claims`, `state`) has the word that counts."""
-        told = self._progress.answer()
-        released = self._progress.release
         return {
-            "custody": told["custody"],
-            "owned": [] if released and released.cleanup == "clean" else self._progress.owned,
-            "release": released,
+            "custody": self._progress.answer()["custody"],
+            "owned": self._progress.holding(),
+            "release": self._progress.release,
         }
 
     @workflow.query

@@ -52,7 +52,7 @@ def run_details(progress: Progress, message: str = "") -> str:
         f"| run deadline | {clock(told['deadline'])} (`extend` moves it) |",
         f"| artifacts | `{told['storage'] or '—'}` |",
         f"| custody (releases everything) | workflow `{told['custody'] or '—'}` |",
-        f"| owned | {', '.join(f'`{o}`' for o in progress.owned) or 'nothing yet'} |",
+        f"| owned | {', '.join(f'`{o}`' for o in progress.holding()) or 'nothing'} |",
     ]
     if progress.strike and progress.victim:
         lines.append(
@@ -61,7 +61,9 @@ def run_details(progress: Progress, message: str = "") -> str:
         )
     if progress.release:
         lines.append(f"| cleanup | {progress.release.cleanup} |")
-    lines += ["", "Second by second: the heartbeat of the activity under *Pending Activities*.", "", "**So far**", ""]
+    if not progress.release:
+        lines += ["", "Second by second: the heartbeat of the activity under *Pending Activities*."]
+    lines += ["", "**So far**", ""]
     lines += [f"- {clock(event['at'])} {event['what']}" for event in progress.events[-12:]]
     return "\n".join(lines)
 
@@ -112,6 +114,10 @@ def outcome_of(failed: ActivityError) -> Outcome:
     return "rejected" if isinstance(error, ApplicationError) and error.type == "Rejected" else "failed"
 
 
+LEASE_EXPIRED = ("lease expired", "lease_expired")
+"""How a job's lease keeper, and a hosting service, say why they ended."""
+
+
 def job_ended_badly(result: WatchResult) -> str:
     """One message for a job that failed, stalled or was lost."""
     what = {
@@ -119,7 +125,10 @@ def job_ended_badly(result: WatchResult) -> str:
         "stalled": "training stalled: no new commit within limits.stall",
         "lost": "the job's endpoint was lost",
     }[result.end]
-    return "; ".join(part for part in (what, result.message, result.diagnosis) if part)[:2000]
+    said = "; ".join(part for part in (result.message, result.diagnosis) if part)
+    if any(mark in said for mark in LEASE_EXPIRED):
+        what = "lease expired while the operator was away: the hosts stopped themselves"
+    return (f"{what}; {said}" if said else what)[:2000]
 
 
 def nothing_claimed(run_key: str, reason: str, now: float) -> Release:

@@ -85,6 +85,10 @@ class Progress:
     def own(self, *what: str) -> None:
         self.owned = [*self.owned, *(w for w in what if w not in self.owned)]
 
+    def holding(self) -> list[str]:
+        """What is still owned, as far as the run knows; custody has the word that counts."""
+        return [] if self.release and self.release.cleanup == "clean" else self.owned
+
     def answer(self) -> dict[str, Any]:
         """What the query `progress` answers. `as_of` says how fresh it is; between milestones the pending watch
         activity's heartbeat is fresher."""

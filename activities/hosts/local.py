@@ -128,7 +128,7 @@ class LocalHosts:
         if memory < wanted:
             problems.append(
                 f"{order.count} local hosts want about {wanted / 1e9:.1f} GB of memory, {memory / 1e9:.1f} are free; "
-                "lower hosts.object_store_mb or free some"
+                "free some, or ask for fewer hosts"
             )
         if order.device == "cuda" and len(plans.gpus()) < order.count:
             problems.append(

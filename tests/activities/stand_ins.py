@@ -3,6 +3,7 @@ what was done to them, and a client whose custody accepts or refuses."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,15 @@ def environment(
     if beats is not None:
         made.on_heartbeat = lambda *told: beats.append(told[0])
     return made
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait until it is, for half a minute at most."""
+    async with asyncio.timeout(30):
+        while True:
+            if true():
+                return
+            await asyncio.sleep(0.01)
 
 
 def claim(kind: ClaimKind, name: str, **changes: Any) -> Claim:

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from activities import checkpoints
-from activities.checkpoints import Checkpoints, DamagedRecord, committed, commits_of, record_uri
+from activities.checkpoints import Checkpoints, DamagedRecord, commits_of, committed, record_uri
 from tests.activities.jobs_api import JobsApi, group, node, served
 from tests.activities.orders import IDENTITY, JOB
-from tests.activities.stand_ins import NOWHERE, HostsStandIn, Objects, environment
+from tests.activities.stand_ins import NOWHERE, HostsStandIn, Objects, environment, until
 from workflows.evidence import Commit, WatchOrder, WatchResult
 
 ID = JOB.submission_id
@@ -355,8 +355,7 @@ async def test_an_unchanged_record_is_not_read_whole_again(url: str, monkeypatch
     watch = Watching(store, url, order(8))
     await watch.until(lambda beat: beat.get("step") == 4)
     looks = len(store.done)
-    while len(store.done) < looks + 5:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(store.done) >= looks + 5)
     await watch.cancel()
     assert reads == [record(4)]
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from activities.provision import _progress
 from activities.submission import Submission
 from tests.activities.jobs_api import JobsApi, served
 from tests.activities.orders import JOB
-from tests.activities.stand_ins import CustodyStandIn, HostsStandIn, environment
+from tests.activities.stand_ins import CustodyStandIn, HostsStandIn, environment, until
 
 BLOCKED_S = 0.5
 
@@ -34,9 +35,9 @@ class Ticks(list[float]):
     def append(self, beat: Any) -> None:
         super().append(time.monotonic())
 
-    def longest_silence(self, until: float) -> float:
-        times = [*self, until]
-        return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    def longest_silence(self, end: float) -> float:
+        times: list[float] = [*self, end]
+        return max(later - earlier for earlier, later in pairwise(times))
 
 
 async def test_beats_go_on_while_a_thread_blocks() -> None:
@@ -47,9 +48,7 @@ async def test_beats_go_on_while_a_thread_blocks() -> None:
         with ThreadPoolExecutor(1) as threads:
             async with beating(note="working"):
                 blocked = asyncio.ensure_future(in_thread(threads, released.wait, 60))
-                async with asyncio.timeout(30):
-                    while len(beats) < 10:
-                        await asyncio.sleep(0.01)
+                await until(lambda: len(beats) >= 10)
                 assert not blocked.done()
                 released.set()
                 return str(await blocked)
@@ -60,7 +59,8 @@ async def test_beats_go_on_while_a_thread_blocks() -> None:
 
 async def test_a_blocked_loop_is_silent_which_is_why_there_are_threads() -> None:
     """The control: the same work on the loop silences every heartbeat, so the tests here would notice it."""
-    ticks: Any = Ticks()
+    ticks = Ticks()
+    beats: Any = ticks
 
     async def work() -> None:
         async with beating():
@@ -68,7 +68,7 @@ async def test_a_blocked_loop_is_silent_which_is_why_there_are_threads() -> None
             time.sleep(BLOCKED_S)  # noqa: ASYNC251 - the mistake itself
             await asyncio.sleep(0)
 
-    await environment(ticks).run(work)
+    await environment(beats).run(work)
     assert ticks.longest_silence(time.monotonic()) >= BLOCKED_S
 
 
@@ -87,9 +87,7 @@ async def test_packing_the_source_does_not_silence_the_worker(monkeypatch: pytes
     async with served(JobsApi()) as url:
         submit = Submission(client, storage, HostsStandIn(url).providers(), tmp_path).submit_job
         running = asyncio.ensure_future(environment(beats).run(submit, JOB))
-        async with asyncio.timeout(30):
-            while not packing.is_set() or len(beats) < 5:
-                await asyncio.sleep(0.01)
+        await until(lambda: packing.is_set() and len(beats) >= 5)
         packed.set()
         assert (await running).adopted is False
 

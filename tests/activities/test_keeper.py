@@ -1,4 +1,4 @@
-"""The lease is renewed only while Temporal answers for custody, never past its deadline, and never to a lower number."""
+"""The lease is renewed only while Temporal answers for custody, never past its deadline, and never with a lower one."""
 
 from __future__ import annotations
 

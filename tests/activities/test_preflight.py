@@ -1,4 +1,4 @@
-"""Everything that can fail is tried before anything is paid for, and is refused with one message that says what to do."""
+"""Everything that can fail is tried before anything is paid for, and is refused in one message with its remedy."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def last_commit(step: int) -> Tools:
     return Tools(0, "a warning\n" + json.dumps(told) + "\n")
 
 
-RESUME = {"resume": {"from": EARLIER}, "drill": {"after_step": 16}}
+RESUME: dict[str, Any] = {"resume": {"from": EARLIER}, "drill": {"after_step": 16}}
 
 
 async def test_a_commit_that_loads_is_where_it_starts() -> None:

@@ -22,7 +22,7 @@ from activities.releasing import Releasing
 from tests.activities import sample_run as sample
 from tests.activities.jobs_api import DRIVER, JobsApi, actor, group, served
 from tests.activities.orders import HOSTS, IDENTITY, JOB
-from tests.activities.stand_ins import HostsStandIn, Objects, claim, environment
+from tests.activities.stand_ins import HostsStandIn, Objects, claim, environment, until
 from workflows.evidence import Claim, Release, ReleaseOrder
 
 CLUSTER = claim("cluster", IDENTITY.run_key)
@@ -336,9 +336,7 @@ async def test_a_cancel_ends_it_and_is_no_finding(hosts: HostsStandIn, store: Ob
     with ThreadPoolExecutor(1) as threads:
         env = environment()
         running = asyncio.ensure_future(env.run(Releasing(store, hosts.providers(), threads).release, order()))
-        async with asyncio.timeout(30):
-            while not api.count("POST"):
-                await asyncio.sleep(0.01)
+        await until(lambda: api.count("POST") > 0)
         env.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
