@@ -94,6 +94,9 @@ class Checkpoints:
             await asyncio.to_thread(self._providers.of(hosts).prove, hosts, lambda note: None)
         except HostsError as error:
             return str(error)
+        except Exception as error:
+            # Whatever is wrong with the question, that the job is lost is to be told.
+            return f"what became of the hosts is unknown ({error})"
         return "every host says that it is up"
 
 

@@ -132,7 +132,9 @@ class Lab:
         except (ValueError, IndexError):
             told = None
         if process.returncode != 0 or not isinstance(told, dict):
-            raise Trouble(f"{arguments[1]} ended with {process.returncode}: {err.decode(errors='replace')[-1500:]}")
+            raise Trouble(
+                f"{arguments[1]} ended with {process.returncode}: {err.decode(errors='replace').strip()[-500:]}"
+            )
         return {**told, "left": left}
 
     async def release_everything(self) -> bool:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from activities import checkpoints
 from activities.checkpoints import Checkpoints, DamagedRecord, commits_of, committed, record_uri
+from activities.hosts import HostsFailed
 from tests.activities.jobs_api import JobsApi, group, node, served
 from tests.activities.orders import IDENTITY, JOB
 from tests.activities.stand_ins import NOWHERE, HostsStandIn, Objects, environment, until
@@ -181,10 +182,17 @@ def order(*milestones: int, stall_s: float = 60.0, seen: Commit | None = None) -
 class Watching:
     """A watch that runs while the test goes on."""
 
-    def __init__(self, store: Objects, url: str, order: WatchOrder, before: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        store: Objects,
+        url: str,
+        order: WatchOrder,
+        before: dict[str, Any] | None = None,
+        hosts: HostsStandIn | None = None,
+    ) -> None:
         self.beats: list[dict[str, Any]] = []
         self.env = environment(self.beats, attempt=2 if before else 1, before=[before] if before else [])
-        watch = Checkpoints(store, HostsStandIn(url).providers()).watch_training
+        watch = Checkpoints(store, (hosts or HostsStandIn(url)).providers()).watch_training
         self.task: asyncio.Task[WatchResult] = asyncio.ensure_future(self.env.run(watch, order))
 
     async def until(self, said: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -311,6 +319,23 @@ async def test_a_cluster_that_forgot_the_job_lost_it(url: str, api: JobsApi) -> 
     api.jobs.clear()
     told = await Watching(Objects(), url, order(8)).result()
     assert (told.end, told.message) == ("lost", "the cluster no longer knows the job")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "every host says that it is up"),
+        (HostsFailed("host 1 ended: lease expired"), "host 1 ended: lease expired"),
+        (RuntimeError("a bug"), "what became of the hosts is unknown (a bug)"),
+    ],
+)
+async def test_a_loss_comes_with_the_hosts_own_word(url: str, api: JobsApi, error: Exception | None, told: str) -> None:
+    api.jobs.clear()
+    hosts = HostsStandIn(url)
+    if error:
+        hosts.failing["prove"] = error
+    result = await Watching(Objects(), url, order(8), hosts=hosts).result()
+    assert (result.end, result.diagnosis) == ("lost", told)
 
 
 async def test_a_refused_token_is_not_silence(url: str, api: JobsApi, monkeypatch: pytest.MonkeyPatch) -> None:
