@@ -54,7 +54,10 @@ async def _findings(jobs: Jobs, job: JobOrder, log: str) -> list[str]:
             found.append(f"{len(waiting)} actor(s) wait to be created, first {waiting[0].get('class_name')}")
     except JobsError as error:
         found.append(f"the cluster's state cannot be read ({error})")
-    return found or ["every node is alive and nothing waits for resources: look at the training's own log"]
+    return found or [
+        "every node is alive and nothing waits for resources: see the training's own log, "
+        f"{job.order['storage']}/logs/{job.submission_id}.log"
+    ]
 
 
 def _demand(group: dict[str, Any], nodes: list[dict[str, Any]]) -> str:

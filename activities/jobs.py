@@ -83,7 +83,7 @@ def package(trees: dict[str, Path]) -> Package:
     size = 0
     for inside, root in trees.items():
         if not root.is_dir():
-            raise ValueError(f"the working directory {root} does not exist or is no directory")
+            raise ValueError(f"the working directory {root.absolute()} does not exist or is no directory")
         for path in sorted(root.rglob("*")):
             parts = path.relative_to(root).parts
             if any(part in _SKIP or part.endswith(".pyc") for part in parts):

@@ -204,7 +204,8 @@ class _Demo:
             self._tell(f"\nThe run was rejected: {verdict.get('message', '')}", "bold red")
         self._console.print()
         self._console.print(verdict_table(verdict, custody))
-        await self._fetch_reports(verdict)
+        if verdict.get("outcome") != "rejected":
+            await self._fetch_reports(verdict)
         good = outcome == "succeeded" and cleanup == "clean"
         self._tell(f"{outcome}, {cleanup}", "bold green" if good else "bold yellow")
         return 0 if good else 1

@@ -16,7 +16,7 @@ from tests.activities.orders import JOB
 from tests.activities.stand_ins import NOWHERE
 
 ID = JOB.submission_id
-HEALTHY = "every node is alive and nothing waits for resources: look at the training's own log"
+HEALTHY = "every node is alive and nothing waits for resources: see the training's own log, s3://bucket/runs/w-0123456789/logs/w-0123456789-train.log"
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ CASES = {
     "another encoding": Case((), ("binary/encrypted", "json/plain"), given=encoded(b"\0\1", "binary/encrypted")),
     "raw bytes": Case((), ("raw bytes", "one JSON object"), given=encoded(b"\0\1", "binary/plain")),
     "a payload that is not what it says": Case(
-        (), ("cannot be decoded", "json/plain"), given=encoded(b"{", "json/protobuf")
+        (), ("cannot be decoded", "json/plain"), given=encoded(b"\xff", "binary/protobuf")
     ),
     "a list": Case(("[]",), ("a list", "one JSON object")),
     "null": Case(("null",), ("null", "one JSON object")),

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from temporalio import activity
+from temporalio.api.common.v1 import Payload
+from temporalio.api.history.v1 import HistoryEvent
 from temporalio.client import (
     Client,
     WorkflowExecutionDescription,
@@ -24,6 +26,7 @@ from temporalio.client import (
     WorkflowFailureError,
     WorkflowHandle,
 )
+from temporalio.common import RawValue
 from temporalio.exceptions import ApplicationError, CancelledError
 
 from activities.custody import claimed
@@ -68,6 +71,9 @@ from workflows.timeouts import RUN_QUEUE
 PATIENCE_S = 60.0
 """How long a test waits for what must happen; a loaded machine gets there in a few seconds."""
 BEAT_S = 0.1
+
+LONGEST_RUN, LONGEST_CUSTODY = 250, 150
+"""Events that a history may have, however long the run trains (design: History and cost)."""
 
 PLAIN: dict[str, Any] = {
     "name": "regression",
@@ -545,3 +551,13 @@ async def custodys_word(world: World) -> Release:
     record: Release = await soon(world.custody.result())
     assert world.exists == set()
     return record
+
+
+async def events_of(handle: WorkflowHandle[Any, Any]) -> list[HistoryEvent]:
+    """The history of this exact run."""
+    return list((await handle.fetch_history()).events)
+
+
+def encoded(data: bytes, **metadata: bytes) -> RawValue:
+    """A payload of these very bytes."""
+    return RawValue(Payload(metadata=metadata, data=data))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.enums.v1 import EventType
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
-from temporalio.client import WorkflowExecutionStatus, WorkflowHandle
+from temporalio.client import WorkflowExecutionStatus, WorkflowFailureError, WorkflowHandle
 
 from tests.workflows.conftest import Keep
 from tests.workflows.server import Temporal
@@ -66,10 +70,7 @@ PHASES = {
     ),
     "prove": Phase(names.PROVE, (CLUSTER, TRAIN, STRIKE, SECOND)),
 }
-in_every_phase = pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES.keys())
-in_every_phase_with_custody = pytest.mark.parametrize(
-    "phase", [p for name, p in PHASES.items() if name != "orient"], ids=[name for name in PHASES if name != "orient"]
-)
+in_every_phase = pytest.mark.parametrize("phase", PHASES)
 
 
 async def held_in(world: World, phase: Phase, **options: Any) -> tuple[WorkflowHandle[Any, Any], Hold]:
@@ -96,34 +97,73 @@ async def released_exactly(world: World, phase: Phase) -> None:
     assert len(world.orders(names.RELEASE)) == (1 if phase.claimed else 0)
 
 
-# Abort and cancel ----------------------------------------------------------------------------------------------------
+# Abort, cancel and terminate in every phase ---------------------------------------------------------------------------
+
+STOPS: dict[str, Callable[[WorkflowHandle[Any, Any]], Coroutine[Any, Any, None]]] = {
+    "abort": lambda run: run.signal("abort", "enough"),
+    "cancel": lambda run: run.cancel(),
+    "terminate": lambda run: run.terminate("by hand"),
+}
+AT_ONCE = 8
+Stopped = dict[tuple[str, str], tuple[World, WorkflowHandle[Any, Any]]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stopped(temporal: Temporal) -> Stopped:
+    """A run held in each phase and then stopped, in each way; many at once, because they mostly wait."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def stop(how: str, phase: str) -> tuple[World, WorkflowHandle[Any, Any]]:
+        world = temporal.stand_ins.world(f"{how}-{phase}".replace(" ", "-").replace("'", ""))
+        async with room:
+            run, _ = await held_in(world, PHASES[phase])
+            await STOPS[how](run)
+            with contextlib.suppress(WorkflowFailureError):
+                await soon(run.result(follow_runs=False))
+            return world, run
+
+    ways = list(itertools.product(STOPS, PHASES))
+    return dict(zip(ways, await asyncio.gather(*(stop(*way) for way in ways)), strict=True))
 
 
 @in_every_phase
 async def test_an_abort_ends_completed_as_aborted_with_everything_released(
-    world: World, phase: Phase, keep_history: Keep
+    stopped: Stopped, phase: str, keep_history: Keep
 ) -> None:
-    run, _ = await held_in(world, phase)
-    await run.signal("abort", "enough")
+    world, run = stopped["abort", phase]
     ending = await ending_of(run)
     assert ending.status == "completed"
     assert ending.verdict
     assert ending.verdict.outcome == "aborted"
     assert ending.verdict.message.startswith("aborted as asked: enough")
-    await released_exactly(world, phase)
-    if phase is PHASES["recover"]:
+    assert ending.verdict.cleanup == "clean"
+    await released_exactly(world, PHASES[phase])
+    if phase == "recover":
         await keep_history(run, "run-aborted")
 
 
 @in_every_phase
-async def test_a_cancel_ends_canceled_with_everything_released(world: World, phase: Phase) -> None:
-    run, _ = await held_in(world, phase)
-    await run.cancel()
+async def test_a_cancel_ends_canceled_with_everything_released(stopped: Stopped, phase: str) -> None:
+    world, run = stopped["cancel", phase]
     ending = await ending_of(run)
     assert ending.status == "canceled"
     assert ending.verdict
-    assert ending.verdict.outcome == "cancelled"
-    await released_exactly(world, phase)
+    assert (ending.verdict.outcome, ending.verdict.cleanup) == ("cancelled", "clean")
+    await released_exactly(world, PHASES[phase])
+
+
+@in_every_phase
+async def test_after_a_terminate_custody_releases_and_writes_the_report(stopped: Stopped, phase: str) -> None:
+    world, _ = stopped["terminate", phase]
+    await released_exactly(world, PHASES[phase])
+    assert names.REPORT not in world.story()
+    if phase != "orient":  # before custody nothing is claimed, and nobody is left to report
+        [order] = world.orders(names.REPORT_UNSPOKEN)
+        assert (order.status, order.release.cleanup) == ("terminated", "clean")
+        assert order.identity.run_id == world.first_run_id
+
+
+# Twice, and too late -------------------------------------------------------------------------------------------------
 
 
 async def test_cancelled_twice_and_then_aborted_it_is_cancelled(world: World) -> None:
@@ -202,17 +242,6 @@ async def test_a_cancel_that_comes_with_the_end_of_an_activity_is_not_swallowed(
 
 
 # Terminate and time-out ----------------------------------------------------------------------------------------------
-
-
-@in_every_phase_with_custody
-async def test_after_a_terminate_custody_releases_and_writes_the_report(world: World, phase: Phase) -> None:
-    run, _ = await held_in(world, phase)
-    await run.terminate("by hand")
-    await released_exactly(world, phase)
-    [order] = world.orders(names.REPORT_UNSPOKEN)
-    assert (order.status, order.release.cleanup) == ("terminated", "clean")
-    assert order.identity.run_id == world.first_run_id
-    assert names.REPORT not in world.story()
 
 
 async def test_a_terminate_during_the_release_does_not_touch_it(world: World, keep_history: Keep) -> None:
