@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Final
 
+from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import ListSearchAttributesRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
@@ -132,14 +133,15 @@ async def run_worker(settings: Settings) -> None:
 
 
 async def _known_search_attributes(client: Client) -> tuple[str, ...]:
-    """Those of ours that the namespace knows; none where it cannot be asked, and runs go on without them."""
+    """Those of ours that the namespace knows as keywords; none where it cannot be asked, and runs go on without them."""
     try:
         listed = await client.operator_service.list_search_attributes(
             ListSearchAttributesRequest(namespace=client.namespace)
         )
     except RPCError:
         return ()
-    return tuple(name for name in SEARCH_ATTRIBUTES if name in listed.custom_attributes)
+    keyword = IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD
+    return tuple(name for name in SEARCH_ATTRIBUTES if listed.custom_attributes.get(name) == keyword)
 
 
 async def _until_told_to_stop() -> None:

@@ -26,8 +26,8 @@ SUBMIT = timedelta(minutes=5)
 """A claim, an upload of the source, one request; retried within this."""
 STRIKE = timedelta(minutes=5)
 """Choosing and striking the victim: a helper job starts, looks, and signals."""
-RECORDS = timedelta(minutes=3)
-"""Saving logs and status before the hosts go."""
+RECORDS = timedelta(minutes=1)
+"""Saving logs and status before the hosts go; where nothing answers, release must not wait for long."""
 VERIFY = timedelta(minutes=60)
 """Downloading and checking the artifacts of a long run."""
 RELEASE_ATTEMPT = timedelta(minutes=30)
