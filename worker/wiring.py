@@ -133,7 +133,7 @@ async def run_worker(settings: Settings) -> None:
 
 
 async def _known_search_attributes(client: Client) -> tuple[str, ...]:
-    """Those of ours that the namespace knows as keywords; none where it cannot be asked, and runs go on without them."""
+    """Those of ours that the namespace knows as keywords. None where it cannot be asked; runs go on without them."""
     try:
         listed = await client.operator_service.list_search_attributes(
             ListSearchAttributesRequest(namespace=client.namespace)
