@@ -65,6 +65,9 @@ class Census:
 
         Returns what withstood, and how many were killed.
         """
+        # A process that is ending has neither environment nor directory any more and cannot be told to be the run's, so
+        # everything that was ever seen is waited for by its identity.
+        known = {each.process.pid: each.process for each in self.take()}
         for process in first:
             send(process, signal.SIGTERM)
         deadline = time.monotonic() + patience_s
@@ -75,14 +78,19 @@ class Census:
             time.sleep(0.25)
         killed = 0
         deadline = time.monotonic() + limit_s
-        while left := self.take():
+        while True:
+            left = self.take()
+            known |= {each.process.pid: each.process for each in left}
+            ending = [each for each in known.values() if is_alive(each.pid, each.start_time)]
+            if not left and not ending:
+                return [], killed
             if time.monotonic() > deadline:
-                return left, killed
+                withstood = {each.pid: Marked(each, _command(each.pid)) for each in ending}
+                return list((withstood | {each.process.pid: each for each in left}).values()), killed
             for each in left:
                 killed += send(each.process, signal.SIGKILL)
-            progress(f"killing {len(left)} processes that were left over")
+            progress(f"killing {len(left)} processes that were left over, {len(ending)} have not ended yet")
             time.sleep(0.1)
-        return [], killed
 
     def _is_ours(self, process: Process) -> bool:
         place = Path(f"/proc/{process.pid}")

@@ -61,6 +61,9 @@ LONGEST_REQUEST_S = 30.0
 LOCK_WAIT_S = 30.0
 LAUNCH_PATIENCE_S = 2.0
 BIRTH_LIMIT_S = 60.0
+UNSEEN_LIMIT_S = 3.0
+"""A service that is coming to life replaces its program, and /proc shows no arguments at that moment (measured: a look
+met it). Only one that stays unseen is gone."""
 PATIENCE_S = 30.0
 KILL_LIMIT_S = 20.0
 INHERITED = re.compile(
@@ -172,8 +175,11 @@ class LocalHosts:
             raise HostsFailed(str(error)) from error
         deadline = time.monotonic() + BIRTH_LIMIT_S
         for index in range(order.count):
+            seen = time.monotonic()
             while self._state(order, index) is None:
-                if not self._coming(order, index) and self._state(order, index) is None:
+                if self._coming(order, index):
+                    seen = time.monotonic()
+                elif time.monotonic() - seen > UNSEEN_LIMIT_S and self._state(order, index) is None:
                     raise HostsFailed(f"host {index} did not come to life: {self._log_tail(order, index)}")
                 if time.monotonic() > deadline:
                     raise HostsFailed(f"host {index} did not come to life within {BIRTH_LIMIT_S:.0f} s")

@@ -264,6 +264,20 @@ def test_a_failed_host_says_why(place: Path, order: HostsOrder) -> None:
         hosts.prove(order, say)
 
 
+def test_a_service_that_a_look_misses_while_it_replaces_its_program_is_not_given_up(
+    place: Path, order: HostsOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At an exec, /proc shows a process without arguments and environment for a moment."""
+    hosts = provider(place)
+    began = time.monotonic()
+    coming, state = hosts._coming, hosts._state
+    monkeypatch.setattr(hosts, "_state", lambda *of: state(*of) if time.monotonic() > began + 1.5 else None)
+    monkeypatch.setattr(hosts, "_coming", lambda *of: coming(*of) if time.monotonic() > began + 1.5 else False)
+    hosts.launch(order, yes, say)
+    monkeypatch.undo()
+    assert len(prove(hosts, order).hosts) == order.count
+
+
 def test_a_private_directory_that_was_there_before_is_a_failure(place: Path, order: HostsOrder) -> None:
     (place / "home/hosts" / order.identity.run_key / "1").mkdir(parents=True)
     for each in (place / "home", place / "home/hosts", place / "home/hosts" / order.identity.run_key):

@@ -185,7 +185,8 @@ def test_two_hosts_up_one_killed_and_release_leaves_nothing(
         steps = [hosts.release(claim, order, say) for claim in reversed(hosts.claims(order))]
     assert all(step.ok for step in steps), steps
     assert census(mark) == {}
-    assert not any(is_alive(each.pid, each.start_time) for each in seen.values())
+    left = [each for each in seen.values() if is_alive(each.pid, each.start_time)]
+    assert left == [], [_about(each.pid) for each in left]
     assert not any(os.path.lexists(each) for each in plan.directories)
     sockets = subprocess.run(["cat", "/proc/net/tcp"], capture_output=True, text=True, check=True).stdout
     assert not any(f":{port:04X} 00000000:0000 0A" in sockets for port in plan.ports)
@@ -213,3 +214,11 @@ def _start_actors(url: str, token: str) -> set[int]:
 def _states(place: Path, order: HostsOrder) -> list[dict[str, Any]]:
     directory = place / "home/hosts" / order.identity.run_key
     return [json.loads((directory / str(index) / "service.json").read_bytes()) for index in range(order.count)]
+
+
+def _about(pid: int) -> dict[str, str]:
+    """What /proc says of a process that should be gone."""
+    place = Path(f"/proc/{pid}")
+    told = {name: (place / name).read_bytes().decode(errors="replace")[:300] for name in ("stat", "cmdline", "environ")}
+    links = {name: os.readlink(place / name) for name in ("cwd", "exe")}
+    return told | links | {"files": str([os.readlink(each) for each in (place / "fd").iterdir()])[:1500]}

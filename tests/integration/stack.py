@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import secrets
@@ -269,7 +270,7 @@ class Stack:
 
     # -- storage
 
-    @property
+    @functools.cached_property
     def s3(self) -> Any:
         return boto3.session.Session().client(
             "s3",
