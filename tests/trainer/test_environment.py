@@ -200,7 +200,7 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path, lock: Path) -> None:
 @pytest.mark.parametrize(
     ("build", "device", "says"),
     [
-        ("2.13.0+cu130", "cpu", r"download.pytorch.org/whl/cpu .* ensure --rebuild"),
+        ("2.13.0+cu130", "cpu", r"PIP_EXTRA_INDEX_URL .* CPU wheels .* ensure --rebuild"),
         ("2.13.0+cpu", "cuda", r"needs a \+cu build"),
     ],
 )
