@@ -1,4 +1,3 @@
-# ruff: noqa: E402 - what follows the importorskip lines needs the application environment
 """The inspector accepts a sound run and refuses every tampered one, naming what is wrong."""
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs as pafs
 import pytest
-
-torch = pytest.importorskip("torch", reason="runs in the application environment")
-pytest.importorskip("rerun", reason="runs in the application environment")
-pafs = pytest.importorskip("pyarrow.fs", reason="runs in the application environment")
+import torch
 
 from tests.trainer.small_run import (
     FINAL_COMMIT,
@@ -1125,8 +1122,8 @@ def test_script_commit_that_is_whole_is_found(run: SmallRun, capsys: pytest.Capt
 
 def test_exports_of_the_application_itself_pass(run: SmallRun, tmp_path: Path) -> None:
     """The files it builds, from the checkpoint it wrote, are those that the inspector asks for."""
-    exports = pytest.importorskip("trainer.exports", reason="needs Ray")
-    from trainer import checkpoints, job
+    # Imported here: the inspector itself must load no Ray, and a test above looks.
+    from trainer import checkpoints, exports, job
 
     held = torch.load(native(run), weights_only=True)
     journal = json.loads((run.checkpoint / "journal.json").read_text())["steps"]

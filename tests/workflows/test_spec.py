@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -597,7 +598,6 @@ def test_every_example_in_the_schema_is_a_value_of_its_field() -> None:
 
 
 def schema_validator() -> Any:
-    jsonschema = pytest.importorskip("jsonschema")
     jsonschema.Draft202012Validator.check_schema(run_schema())
     return jsonschema.Draft202012Validator(run_schema())
 
