@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import time
 from typing import Any, Final
@@ -109,7 +110,8 @@ class Drill:
 
 
 def _command(victim: Victim) -> str:
-    """A program of the standard library alone: no Ray, no environment to prepare, one line of answer."""
+    """A program of the standard library alone: no Ray, no environment to prepare. It answers before it strikes: a helper
+    was seen to end without its answer right after the strike. That the victim died is proved by what follows."""
     program = _STRIKE.format(pid=victim.pid, start=victim.start_time, boot=victim.boot_id, mark=_RESULT)
     return f"python -S -c {shlex.quote(program)}"
 
@@ -119,25 +121,30 @@ import json, os, signal, time
 def start_time():
     with open("/proc/{pid}/stat") as f:
         return int(f.read().rsplit(")", 1)[1].split()[19])
-outcome = "already_gone"
+def answer(outcome):
+    print("{mark}" + json.dumps(dict(outcome=outcome, at=time.time())), flush=True)
 try:
     with open("/proc/sys/kernel/random/boot_id") as f:
         same_boot = f.read().strip() == "{boot}"
     fd = os.pidfd_open({pid})
     if same_boot and start_time() == {start}:
+        answer("killed")
         signal.pidfd_send_signal(fd, signal.SIGKILL)
-        outcome = "killed"
+    else:
+        answer("already_gone")
 except (ProcessLookupError, FileNotFoundError):
-    pass
-print("{mark}" + json.dumps(dict(outcome=outcome, at=time.time())))
+    answer("already_gone")
 """
 
 
 def _answer(log: str, helper: str, message: str) -> Strike:
-    for line in reversed(log.splitlines()):
-        if _RESULT in line:
-            told = json.loads(line.partition(_RESULT)[2])
-            return Strike(outcome=told["outcome"], at=told["at"], helper=helper)
-    raise ApplicationError(
-        f"the strike's helper job {helper} gave no answer: {message[-300:]}", type="NoStrike", non_retryable=True
-    )
+    # The log begins with the entrypoint itself, in which the words stand too: only a whole answer counts, the last one.
+    found = re.findall(_RESULT + r"(\{.*\})$", log, re.MULTILINE)
+    if not found:
+        tail = " | ".join(log.strip().splitlines()[-3:])[-300:]
+        raise ApplicationError(
+            f"the log of the strike's helper job {helper} holds no answer (yet): {message[-200:]}; it ends: {tail}",
+            type="NoStrike",
+        )
+    told = json.loads(found[-1])
+    return Strike(outcome=told["outcome"], at=told["at"], helper=helper)
