@@ -110,8 +110,8 @@ class Drill:
 
 
 def _command(victim: Victim) -> str:
-    """A program of the standard library alone: no Ray, no environment to prepare. It answers before it strikes: a helper
-    was seen to end without its answer right after the strike. That the victim died is proved by what follows."""
+    """A program of the standard library alone: no Ray, no environment to prepare. It answers before it strikes: one
+    helper was seen to end without its answer right after the strike. What follows proves that the victim died."""
     program = _STRIKE.format(pid=victim.pid, start=victim.start_time, boot=victim.boot_id, mark=_RESULT)
     return f"python -S -c {shlex.quote(program)}"
 
