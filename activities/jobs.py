@@ -199,10 +199,6 @@ class Jobs:
         """Ask for a stop. True or False, the answer proves nothing (ray #58353): watch `info`."""
         await self._ask("POST", f"/api/jobs/{submission_id}/stop", missing_ok=True)
 
-    async def delete(self, submission_id: str) -> None:
-        """Forget a terminal job; a PENDING one that a stop does not reach is ended this way."""
-        await self._ask("DELETE", f"/api/jobs/{submission_id}", missing_ok=True)
-
     async def stop_to_terminal(self, submission_id: str, within_s: float = 60.0) -> JobInfo | None:
         """Stop and poll until the native status is terminal. Raises JobsError when it is not in time."""
         deadline = asyncio.get_running_loop().time() + within_s

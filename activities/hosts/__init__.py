@@ -6,7 +6,7 @@ goes through `progress`, which raises when the activity was cancelled. Every mut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -38,10 +38,6 @@ class WrongContext(HostsError):
 
 class AbsenceUnknown(HostsError):
     """It cannot be told whether something is left. Unknown is not absent."""
-
-
-class UnknownProvider(HostsError):
-    """run.json names a provider that this deployment does not have."""
 
 
 class HostsProvider(Protocol):
@@ -86,13 +82,3 @@ class HostsProvider(Protocol):
         Raises WrongContext or AbsenceUnknown when it cannot be told.
         """
         ...
-
-
-def find(providers: Mapping[str, HostsProvider], name: str) -> HostsProvider:
-    """The provider called `name`. Raises UnknownProvider."""
-    try:
-        return providers[name]
-    except KeyError:
-        raise UnknownProvider(
-            f"hosts.provider is {name!r}; this deployment has: {', '.join(sorted(providers)) or 'none'}"
-        ) from None

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.drill import Drill, _command
+from activities.drill import Drill, _answer, _command
 from activities.hosts.reach import Providers
 from activities.jobs import Endpoint
 from activities.submission import Submission
@@ -82,6 +83,16 @@ def test_another_process_with_the_same_pid_is_spared(
     assert strike(victim(victim_process, **changed)) == "already_gone"
     time.sleep(0.2)
     assert victim_process.poll() is None
+
+
+def test_the_echo_of_the_entrypoint_in_the_log_is_no_answer(victim_process: subprocess.Popen[bytes]) -> None:
+    """Seen on a real run: the log held the program, which contains the words, and not yet what it printed."""
+    echo = f"Running entrypoint for job x: {_command(victim(victim_process))}\n"
+    with pytest.raises(ApplicationError, match=r"holds no answer \(yet\)") as refused:
+        _answer(echo, "x-strike", "Job finished successfully.")
+    assert not refused.value.non_retryable
+    answered = _answer(echo + 'LANYARD_STRIKE {"outcome": "killed", "at": 12.5}\n', "x-strike", "")
+    assert (answered.outcome, answered.at) == ("killed", 12.5)
 
 
 class JobsOfOneNode:
