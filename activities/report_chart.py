@@ -167,7 +167,8 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _whole_ticks(low: float, high: float, about: int) -> list[float]:
-    return [at for at in _ticks(low, high, about) if at == int(at)]
+    # Beyond 2**53 the arithmetic of ticks rounds past the ends, which comparing does not.
+    return [at for at in _ticks(low, high, about) if at == int(at) and low <= at <= high]
 
 
 def _decades(low: float, high: float) -> list[float]:

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from temporalio.testing import ActivityEnvironment
 
@@ -340,6 +340,7 @@ def test_thinning_keeps_order_ends_and_extremes(losses: list[float], limit: int)
     st.integers(-5, 2**53),
     st.booleans(),
 )
+@example([0.0] * 5, 2**53 - 1, False)
 def test_everything_drawn_lies_inside_the_chart(losses: list[float], first: int, marked: bool) -> None:
     points: list[list[float]] = [[first + i, loss] for i, loss in enumerate(losses)]
     commits = [(points[-1][0], None), (points[0][0], losses[0])]
