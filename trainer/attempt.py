@@ -29,6 +29,8 @@ State = TypeVar("State")
 
 # How long one wait for the controller's word lasts before the hold looks again.
 COMMIT_POLL_S = 20.0
+# About three times what the imports take on two busy cores.
+STANDBY_WAIT_S = 20.0
 
 
 class Attempt(Generic[State]):
@@ -52,7 +54,7 @@ class Attempt(Generic[State]):
         self._local_rank: int = context.get_local_rank()
         self._recorder = evidence.Recorder(store, order.root, order, number, self.rank)
         self._start: int | None = None
-        self._reported = False
+        self._has_spare = False
 
     @classmethod
     def begin(cls, order: Order, restore: Callable[[Checkpoint], State]) -> Attempt[State]:
@@ -106,7 +108,11 @@ class Attempt(Generic[State]):
                 f"step {step} is no checkpoint boundary: report every {self.order.checkpoint_interval} steps and at "
                 f"step {self.order.steps}"
             )
-        start = self._started
+        drill = self.order.drill
+        held = drill is not None and step == drill.after_step and self._started < drill.after_step
+        if held:
+            self._keep_a_spare()
+            standby.wait_until_ready(STANDBY_WAIT_S)
         # Whoever watches for a commit must find who made it.
         self._recorder.settle()
         # Unique per attempt: a replayed step never writes over bytes that may be committed.
@@ -118,12 +124,9 @@ class Attempt(Generic[State]):
                 ray.train.report(told, checkpoint=Checkpoint.from_directory(directory), checkpoint_dir_name=name)
         else:
             ray.train.report(told, checkpoint=None, checkpoint_dir_name=name)
-        if not self._reported:
-            # Not earlier: its imports would compete with this attempt's own start.
-            standby.keep_one_ready()
-            self._reported = True
-        drill = self.order.drill
-        if drill is not None and step == drill.after_step and start < drill.after_step:
+        # Not earlier: its imports would compete with this attempt's own start.
+        self._keep_a_spare()
+        if drill is not None and held:
             _hold(name, drill.hold_s)
         return name
 
@@ -138,6 +141,11 @@ class Attempt(Generic[State]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._recorder.close()
+
+    def _keep_a_spare(self) -> None:
+        if not self._has_spare:
+            standby.keep_one_ready()
+            self._has_spare = True
 
     @property
     def _started(self) -> int:

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 import threading
+import time
+from pathlib import Path
 
 KEEP_S = 24 * 3600
 """How long an unused spare is kept; it ends with its job in any case."""
 REQUEST_TIMEOUT_S = 30.0
+READY = "lanyard-worker-ready-"
+"""A training worker's process leaves an empty file of this name and its pid in the host's temporary directory, once
+everything is imported."""
 
 HOOK = "trainer.standby.prepare_process"
 MARK = "LANYARD_TRAINING_WORKER"
@@ -35,11 +41,30 @@ def prepare_process() -> None:
     if os.environ.get(MARK):
         for name in WORKER_MODULES:
             importlib.import_module(name)
+        Path(tempfile.gettempdir(), f"{READY}{os.getpid()}").touch()
 
 
 def keep_one_ready() -> None:
     """Ask this host's raylet for one spare process like this one, without waiting for it."""
     threading.Thread(target=_request, name="standby", daemon=True).start()
+
+
+def wait_until_ready(limit_s: float) -> bool:
+    """Wait until this host has a spare with everything imported, at most ``limit_s`` seconds; whether it has.
+
+    A drill is about a training in its stride: a kill within the seconds that the spare needs would measure imports.
+    """
+    own = Path(tempfile.gettempdir(), f"{READY}{os.getpid()}")
+    deadline = time.monotonic() + limit_s
+    while not any(each != own and _runs(each) for each in own.parent.glob(f"{READY}*")):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _runs(ready: Path) -> bool:
+    return Path("/proc", ready.name.removeprefix(READY)).exists()
 
 
 def _request() -> None:

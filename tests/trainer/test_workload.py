@@ -192,6 +192,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     monkeypatch.setattr("trainer.storage.filesystem", lambda: store)
     monkeypatch.setattr("trainer.storage.put_once", put)
     monkeypatch.setattr("trainer.standby.keep_one_ready", lambda: setattr(made, "starting", True))
+    monkeypatch.setattr("trainer.standby.wait_until_ready", lambda _limit_s: True)
     monkeypatch.setattr("ray.train.get_context", lambda: context)
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.2")
