@@ -59,7 +59,7 @@ class Supervisor:
         found = look_up(started.pid)
         assert found is not None  # not reaped yet, so at least a zombie has the pid
         started.returncode = 0  # keeps Popen from waiting for it, or warning about it, later
-        self._child = found
+        self._child, self._status = found, None
         return found
 
     def reap(self) -> int | None:
