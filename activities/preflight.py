@@ -163,9 +163,7 @@ class Preflight:
             return None
         source = spec.resume.from_.rstrip("/")
         heart.say(note=f"looking for a commit that loads in {source}")
-        code, out, err = await self._application.tool(
-            heart, "trainer.last_commit", source, "--workload", spec.workload.kind
-        )
+        code, out, err = await self._application.tool("trainer.last_commit", source, "--workload", spec.workload.kind)
         said = (err.strip().splitlines() or out.strip().splitlines() or [f"exit status {code}"])[-1]
         if code == NONE_LOADS:
             _refuse(f"resume.from: {said}")

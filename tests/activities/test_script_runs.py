@@ -181,7 +181,7 @@ class Tools(Application):
         self.expected: Any = None
         self.modes: tuple[int, int] = (0, 0)
 
-    async def tool(self, heart: Heart, module: str, *args: str) -> tuple[int, str, str]:
+    async def tool(self, module: str, *args: str, given: str = "") -> tuple[int, str, str]:
         self.asked = (module, *args)
         if "--expect" in args:
             path = Path(args[args.index("--expect") + 1])
