@@ -166,7 +166,9 @@ class Preflight:
         interpreter, *rest = workload.entrypoint
         script = Path(workload.working_dir, rest[0]) if rest and rest[0].endswith(".py") else None
         if script and Path(interpreter).name.startswith("python") and not script.is_file():
-            _refuse(f"workload.entrypoint: {rest[0]} is no file in {workload.working_dir}; correct the one or the other")
+            _refuse(
+                f"workload.entrypoint: {rest[0]} is no file in {workload.working_dir}; correct the one or the other"
+            )
 
     async def _resume(self, spec: RunSpec, heart: Heart) -> ResumePoint | None:
         """The newest commit of the earlier run that really loads."""

@@ -110,7 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--require-distinct-devices", action="store_true", help="ranks must have a device each")
     parser.add_argument("--require-distinct-hosts", action="store_true", help="ranks must have a host each")
     parser.add_argument(
-        "--expect", metavar="ORDER.json", help="the job's order (LANYARD_JOB) that the run must have followed; '-' reads it from standard input",
+        "--expect",
+        metavar="ORDER.json",
+        help="the job's order (LANYARD_JOB) that the run must have followed; '-' reads it from stdin",
     )
     return parser
 

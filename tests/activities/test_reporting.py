@@ -16,7 +16,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.report_chart import Mark, loss_chart
 from activities.report_material import MAX_POINTS, Found, distil, thin
 from activities.report_page import duration, render
-from activities.reporting import Reporting, report
+from activities.reporting import UNSPOKEN, Reporting, report
 from tests.activities import sample_run as sample
 from tests.activities.sample_run import ROOT, TRAIN, MemoryStorage
 from workflows.evidence import Outcome, Verdict
@@ -280,7 +280,7 @@ async def test_a_run_that_could_not_speak_is_reported_from_storage(status: str) 
     assert "the last commit is step 20" in page.text
 
 
-@pytest.mark.parametrize("first", sample.ENDINGS)
+@pytest.mark.parametrize("first", sorted(set(sample.ENDINGS) - set(UNSPOKEN)))
 async def test_a_reset_run_never_writes_over_what_an_earlier_execution_said(first: Outcome) -> None:
     store = MemoryStorage(sample.objects())
     said, _ = await written(store, as_ended(first))

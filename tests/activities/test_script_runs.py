@@ -16,7 +16,6 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.checkpoints import DamagedRecord, commits_of
 from activities.drill import Drill
-from activities.heartbeat import Heart
 from activities.hosts.reach import Providers
 from activities.jobs import package
 from activities.preflight import Preflight

@@ -24,7 +24,7 @@ asyncio.run(Application(Path(sys.argv[1])).tool("http.server", "--bind", "127.0.
 
 def wait_for_tool(worker: subprocess.Popen[bytes], root: Path) -> None:
     deadline = time.monotonic() + 60
-    while not (descendants(worker.pid) and list(root.glob(f"{SCRATCH}*"))):
+    while not (descendants(worker.pid) and any(root.glob(f"{SCRATCH}*"))):
         assert time.monotonic() < deadline
         assert worker.poll() is None
         time.sleep(0.05)

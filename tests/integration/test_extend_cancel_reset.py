@@ -76,7 +76,9 @@ def test_a_reset_run_touches_nothing_more_and_says_how_to_go_on(stack: Stack, ce
     run = stack.train("reset", regression("reset", workload=LONG))
     stack.wait_for(run, "a commit", lambda told: told["step"] > 0, 150)
     custody = stack.custody(run)
-    told = stack.asked("workflow", "reset", *stack.at(run), "--type", "LastWorkflowTask", "--reason", "the test says so")
+    told = stack.asked(
+        "workflow", "reset", *stack.at(run), "--type", "LastWorkflowTask", "--reason", "the test says so"
+    )
     again = Started(run.workflow_id, told["runId"], run.namespace)
     assert again.run_id != run.run_id
 
