@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := $(wildcard workflows activities worker trainer tests bench examples)
 
-.PHONY: help demo stack test test-operator test-trainer bench inspect lint format schema lock operator dev trainer-test \
+.PHONY: help demo stack test test-operator test-trainer bench search inspect lint format schema lock operator dev trainer-test \
     application clean
 
 help: ## say what there is to do
@@ -33,6 +33,9 @@ test-operator: dev application
 test-trainer: trainer-test application
 	@$(if $(or $(findstring tests/trainer,$(TESTS)),$(if $(TESTS),,all)),PYTHONPATH=$(VENV)/trainer-test:. \
 	    "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest $(or $(TESTS),tests/trainer),:)
+
+search: dev ## look for new counter-examples to the properties (thousands of examples each)
+	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest $$(grep -rl 'from hypothesis' tests --include='test_*.py')
 
 inspect: application ## check a run's artifacts again, from storage alone (RUN=s3://bucket/prefix/RUNKEY)
 	@exec "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m trainer.inspect_results '$(RUN)'

@@ -68,7 +68,13 @@ def _commit(result: dict[str, Any], index: int) -> Commit:
         # NaN is no JSON: with it in a heartbeat, the UI could show nothing of the run any more.
         loss=float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None,
         index=index,
+        model_sha256=_text(metrics.get("model_sha256")),
+        momentum_sha256=_text(metrics.get("momentum_sha256")),
     )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 class Checkpoints:

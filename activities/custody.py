@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,9 +43,18 @@ class Permit:
 @asynccontextmanager
 async def claimed(client: Client, identity: Identity, *wanted: Claim) -> AsyncIterator[Permit]:
     """Claim, and tell custody at the end that every request was answered. When the block fails, the send window stands:
-    what was sent may still appear."""
+    what was sent may still appear. A non-retryable error is an answer, and nothing is under way after it."""
     permits = [await _claim(client, identity, each) for each in wanted]
-    yield Permit(tuple(p.claims[0] for p in permits), min(p.until for p in permits))
+    try:
+        yield Permit(tuple(p.claims[0] for p in permits), min(p.until for p in permits))
+    except ApplicationError as error:
+        if error.non_retryable:
+            await _settle(client, identity, permits)
+        raise
+    await _settle(client, identity, permits)
+
+
+async def _settle(client: Client, identity: Identity, permits: Sequence[Permit]) -> None:
     custody = client.get_workflow_handle(identity.custody_id)
     for permit in permits:
         held = permit.claims[0]

@@ -27,6 +27,8 @@ from workflows.names import submission_id
 
 HELPER_S: Final = 90.0
 """The helper job starts in about 4 s; a loaded head takes longer."""
+MAX_EVIDENCE: Final = 50_000
+"""Objects listed: three a rank and attempt, of up to 64 ranks."""
 _RESULT: Final = "LANYARD_STRIKE "
 """The helper's one line of answer, in its log."""
 
@@ -44,7 +46,7 @@ class Drill:
         that the drill shows a lost worker and not only a lost writer."""
         root = f"{order.job.order['storage']}/evidence/{order.job.train_name}/"
         async with beating(note="choosing a victim"):
-            names = await self._storage.names(root)
+            names = await self._storage.names(root, limit=MAX_EVIDENCE)
             starts = sorted(n for n in names if n.endswith(".start.json"))
             if not starts:
                 raise ApplicationError("no training worker has left evidence of its start yet", type="NoVictimYet")
@@ -97,7 +99,7 @@ class Drill:
                     raise ApplicationError(f"the strike's helper job {helper} did not end in {HELPER_S:.0f} s")
                 heart.say(helper=info.status if info else "unknown")
                 await asyncio.sleep(0.3)
-            return _answer(await jobs.log_on(victim.node_id, helper), helper, info.message)
+            return _answer(await jobs.logs(helper), helper, info.message)
 
     async def _read(self, uri: str) -> dict[str, Any]:
         got = await self._storage.get(uri)

@@ -24,7 +24,8 @@ STOP_AGAIN_S: Final = 10.0
 """A stop is asked for again after this long, until the job is terminal."""
 TERMINAL: Final = frozenset({"STOPPED", "SUCCEEDED", "FAILED"})
 MAX_LOG: Final = 8 * 1024 * 1024
-"""Logs are saved from their end, at most this much."""
+"""Logs are read from their end, at most this many bytes and LOG_LINES lines of it."""
+LOG_LINES: Final = 100_000
 MAX_PACKAGE: Final = 50 * 1024 * 1024
 """Pure-Python source is small; more is data or an environment, and belongs elsewhere."""
 CLUSTER_ACTORS: Final = frozenset({"_AutoscalingCoordinatorActor"})
@@ -55,6 +56,8 @@ class JobInfo:
     status: str
     ray_job_id: str | None
     """The driver's own id in Ray's state; None for an entrypoint that never connected."""
+    node_id: str | None
+    """Where the entrypoint was started; None before."""
     message: str
     entrypoint: str
     metadata: dict[str, str]
@@ -173,6 +176,7 @@ class Jobs:
         return JobInfo(
             status=told["status"],
             ray_job_id=told.get("job_id") if told.get("driver_info") else None,
+            node_id=told.get("driver_node_id"),
             message=str(told.get("message") or ""),
             entrypoint=str(told.get("entrypoint") or ""),
             metadata=told.get("metadata") or {},
@@ -184,16 +188,27 @@ class Jobs:
         return answer.content if answer is not None else None
 
     async def logs(self, submission_id: str) -> str:
-        """The driver's log, its end if it is long; empty when there is none."""
-        answer = await self._ask("GET", f"/api/jobs/{submission_id}/logs", missing_ok=True)
-        return "" if answer is None else str(_object(answer).get("logs") or "")[-MAX_LOG:]
+        """The driver's log, its end if it is long; empty when there is none.
 
-    async def log_on(self, node_id: str, submission_id: str) -> str:
-        """The log of a job whose entrypoint ran on that node: the Jobs API reads the head's files only."""
-        asked = {"node_id": node_id, "filename": f"job-driver-{submission_id}.log", "lines": "200"}
-        answer = await self._ask("GET", "/api/v0/logs/file", params=asked)
-        assert answer is not None
-        return answer.text
+        From the state API: that of Jobs reads files of the head only, and whole ones.
+        """
+        info = await self.info(submission_id)
+        if info is None or info.node_id is None:
+            return ""
+        path, tail = "/api/v0/logs/file", bytearray()
+        asked = {"submission_id": submission_id, "lines": str(LOG_LINES)}
+        try:
+            async with self._client.stream("GET", path, params=asked) as answer:
+                if answer.status_code >= 400:
+                    await answer.aread()
+                    _refuse_error(answer, f"GET {path}")
+                async for chunk in answer.aiter_bytes():
+                    tail += chunk
+                    if len(tail) > 2 * MAX_LOG:
+                        del tail[:-MAX_LOG]
+        except httpx.HTTPError as error:
+            raise JobsUnreachable(f"GET {path}: {type(error).__name__}") from error
+        return tail[-MAX_LOG:].decode(errors="replace")
 
     async def stop(self, submission_id: str) -> None:
         """Ask for a stop. True or False, the answer proves nothing (ray #58353): watch `info`."""
@@ -258,12 +273,16 @@ class Jobs:
             raise JobsUnreachable(f"{method} {path}: {type(error).__name__}") from error
         if answer.status_code == 404 and missing_ok:
             return None
-        if answer.status_code in (401, 403):
-            raise JobsError(f"{method} {path}: the cluster refuses the run's token ({answer.status_code})")
-        if answer.status_code >= 400:
-            said = answer.text.strip().splitlines()
-            raise JobsError(f"{method} {path}: {answer.status_code} {said[-1][:300] if said else ''}")
+        _refuse_error(answer, f"{method} {path}")
         return answer
+
+
+def _refuse_error(answer: httpx.Response, asked: str) -> None:
+    if answer.status_code in (401, 403):
+        raise JobsError(f"{asked}: the cluster refuses the run's token ({answer.status_code})")
+    if answer.status_code >= 400:
+        said = answer.text.strip().splitlines()
+        raise JobsError(f"{asked}: {answer.status_code} {said[-1][:300] if said else ''}")
 
 
 def _object(answer: httpx.Response) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -26,6 +27,7 @@ AMBIENT: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_SUBMISSION_I
 """Ray's native clients let these override an address they were given."""
 NONE_LOADS: Final = 3
 """The exit status of `trainer.last_commit` for a run without a commit that loads."""
+PROBE: Final = "probe-"
 FOREIGN: Final = (".tfstate", ".tfstate.lock.info", "terraform.lock.hcl")
 """Names that say: this prefix is another project's state."""
 
@@ -121,13 +123,18 @@ class Preflight:
         except StorageError as error:
             _refuse(f"storage.uri: {error}")
         ours = owner and owner.body and _custody_in(owner.body) == identity.custody_id
-        if root and not ours and any(not name.startswith("probe-") for name in root):
+        probes = [name for name in root if name.startswith(PROBE)]
+        if not ours and len(probes) < len(root):
             _refuse(f"storage.uri: {identity.storage} already holds {root[0]} and is not this run's")
+        for name in probes:
+            # Of an attempt of this preflight that was killed.
+            with contextlib.suppress(StorageError):
+                await self._storage.delete(f"{identity.storage}/{name}")
 
     async def _probe(self, identity: Identity) -> bool:
         """Write, read back and delete, with the credentials that will be used: a list proves nothing. Returns whether
         conditional writes are honoured."""
-        uri = f"{identity.storage}/probe-{secrets.token_hex(4)}"
+        uri = f"{identity.storage}/{PROBE}{secrets.token_hex(4)}"
         body = secrets.token_bytes(32)
         try:
             await self._storage.put(uri, body)
@@ -156,6 +163,12 @@ class Preflight:
             package({"": Path(workload.working_dir)})
         except (OSError, ValueError) as error:
             _refuse(f"workload.working_dir: {error}")
+        interpreter, *rest = workload.entrypoint
+        script = Path(workload.working_dir, rest[0]) if rest and rest[0].endswith(".py") else None
+        if script and Path(interpreter).name.startswith("python") and not script.is_file():
+            _refuse(
+                f"workload.entrypoint: {rest[0]} is no file in {workload.working_dir}; correct the one or the other"
+            )
 
     async def _resume(self, spec: RunSpec, heart: Heart) -> ResumePoint | None:
         """The newest commit of the earlier run that really loads."""
@@ -163,9 +176,7 @@ class Preflight:
             return None
         source = spec.resume.from_.rstrip("/")
         heart.say(note=f"looking for a commit that loads in {source}")
-        code, out, err = await self._application.tool(
-            heart, "trainer.last_commit", source, "--workload", spec.workload.kind
-        )
+        code, out, err = await self._application.tool("trainer.last_commit", source, "--workload", spec.workload.kind)
         said = (err.strip().splitlines() or out.strip().splitlines() or [f"exit status {code}"])[-1]
         if code == NONE_LOADS:
             _refuse(f"resume.from: {said}")

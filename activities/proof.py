@@ -13,7 +13,7 @@ from temporalio.exceptions import ApplicationError
 from activities.heartbeat import beating
 from activities.storage import Storage
 from workflows import activity_names
-from workflows.evidence import Placement, Proof, ProofOrder, Recovery
+from workflows.evidence import Commit, Placement, Proof, ProofOrder, Recovery
 
 Evidence = dict[str, Any]
 
@@ -128,7 +128,7 @@ def recovery(order: ProofOrder, main: dict[str, Evidence], parity: dict[str, Evi
             problems.append(f"training did not start again after attempt {victim.attempt}")
         else:
             resumed = [e for n, e in after.items() if n.endswith(".start.json")]
-            problems += _restored(resumed, committed, order.world_size)
+            problems += _restored(resumed, victim.commit, order.world_size)
             firsts = {int(e["rank"]): e for n, e in after.items() if n.endswith(".first-step.json")}
             first_steps = {str(rank): int(e["step"]) for rank, e in sorted(firsts.items())}
             for rank in range(order.world_size):
@@ -166,8 +166,8 @@ def _after(main: dict[str, Evidence], attempt: int) -> dict[str, Evidence]:
     return {n: e for n, e in main.items() if later and int(e["attempt"]) == later[0]}
 
 
-def _restored(resumed: Sequence[Evidence], committed: int, world_size: int) -> list[str]:
-    problems = []
+def _restored(resumed: Sequence[Evidence], commit: Commit, world_size: int) -> list[str]:
+    problems, committed = [], commit.step
     ranks = sorted(int(e["rank"]) for e in resumed)
     if ranks != list(range(world_size)):
         problems.append(f"ranks after the restart were {ranks}, not 0..{world_size - 1} once each")
@@ -178,6 +178,12 @@ def _restored(resumed: Sequence[Evidence], committed: int, world_size: int) -> l
         elif step != committed:
             how = "an earlier" if step < committed else "a later"
             problems.append(f"rank {e['rank']} resumed from {how} commit, step {step}, not from step {committed}")
+        else:
+            problems += [
+                f"rank {e['rank']} went on with another {what} than the commit of step {committed} holds"
+                for what, held in (("model", commit.model_sha256), ("momentum", commit.momentum_sha256))
+                if held is not None and e[f"{what}_sha256"] != held
+            ]
     differing = [w for w in ("model_sha256", "momentum_sha256") if len({e[w] for e in resumed}) > 1]
     return problems + [f"ranks restored different {what.split('_')[0]} state" for what in differing]
 

@@ -23,6 +23,8 @@ MAX_EVIDENCE: Final = 1500
 MAX_RECEIPTS: Final = 200
 AT_ONCE: Final = 16
 """Reads under way at the same time: many small objects, and a storage that others use too."""
+REPORT: Final = "report"
+UNSPOKEN: Final = ("terminated", "timed_out")
 LAST_COMMITS: Final = 20
 """Commits in the verdict of a run that could not speak; the material lists more."""
 
@@ -108,8 +110,21 @@ class Reporting:
         heart.say(note="writing the report")
         # A long journal takes seconds to read: not on the loop that keeps everybody's heartbeats.
         as_json, page = await asyncio.to_thread(_files, verdict, found)
-        await self._storage.put(f"{root}/report.json", as_json)
-        await self._storage.put(f"{root}/report.html", page)
+        name = await self._name(root, verdict)
+        await self._storage.put(f"{root}/{name}.json", as_json)
+        await self._storage.put(f"{root}/{name}.html", page)
+
+    async def _name(self, root: str, verdict: Verdict) -> str:
+        """`report`, unless another execution of this run has spoken there: a reset run shares its storage, and what
+        the first one proved must not be lost. Then it stands beside, under its own execution's id. What custody wrote
+        for an execution that could not speak gives way."""
+        got = await self._storage.get(f"{root}/{REPORT}.json")
+        try:
+            there = json.loads(got.body or b"{}") if got else {}
+            spoken = there["run_id"] != verdict.run_id and there["outcome"] not in UNSPOKEN
+        except (ValueError, LookupError, TypeError, RecursionError):
+            spoken = False
+        return f"{REPORT}-{verdict.run_id[:8]}" if spoken else REPORT
 
 
 def report(verdict: Verdict, found: Found) -> dict[str, Any]:

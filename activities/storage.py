@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiobotocore.session
+import aiohttp
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 MAX_OBJECT = 64 * 1024 * 1024
 """No object that the operator reads is larger; artifacts are read in the application environment."""
@@ -86,8 +87,11 @@ class Storage:
         if answer["ContentLength"] > MAX_OBJECT:
             answer["Body"].close()
             raise StorageError(f"{uri} holds {answer['ContentLength']} bytes; the operator reads at most {MAX_OBJECT}")
-        async with answer["Body"] as body:
-            return Fetched(await body.read(), str(answer.get("ETag") or ""))
+        try:
+            async with answer["Body"] as body:
+                return Fetched(await body.read(), str(answer.get("ETag") or ""))
+        except (BotoCoreError, HTTPClientError, OSError, aiohttp.ClientError) as error:
+            raise _explained(uri, "read", error) from error
 
     async def put(self, uri: str, body: bytes, *, only_if_absent: bool = False) -> None:
         """Write the whole object. `only_if_absent` asks for a conditional write; not every server honours it."""

@@ -15,7 +15,7 @@ from activities.custody import claimed, holder
 from activities.heartbeat import beating
 from activities.hosts.reach import Providers, reach
 from activities.jobs import REQUEST_S, Jobs, JobsError, Package, package
-from activities.storage import Storage
+from activities.storage import Storage, StorageError
 from workflows import activity_names
 from workflows.evidence import Claim, HostsOrder, JobOrder, RecordsOrder, SubmittedJob
 
@@ -78,11 +78,17 @@ class Submission:
             reach(self._providers, order.hosts) as endpoint,
             Jobs.at(endpoint) as jobs,
         ):
+            trouble = []
             for submission in order.submissions:
-                status = await jobs.raw(submission)
-                if status is not None:
-                    await self._storage.put(f"{root}/{submission}.status.json", status)
-                await self._storage.put(f"{root}/{submission}.log", (await jobs.logs(submission)).encode())
+                try:
+                    status = await jobs.raw(submission)
+                    if status is not None:
+                        await self._storage.put(f"{root}/{submission}.status.json", status)
+                    await self._storage.put(f"{root}/{submission}.log", (await jobs.logs(submission)).encode())
+                except (JobsError, StorageError) as error:
+                    trouble.append(str(error))
+            if trouble:
+                raise ApplicationError("; ".join(trouble)[:1000], type="NotSaved")
 
     def job_claim(self, hosts: HostsOrder, submission_id: str) -> Claim:
         """The claim of one submission id on these hosts."""

@@ -29,6 +29,8 @@ EXPERIMENTS: Final = (overhead.EXPERIMENT, recovery.EXPERIMENT, steady.EXPERIMEN
 RESULTS: Final = Path(__file__).with_name("results.json")
 LEAST_PAIRS: Final = 3
 """A median of fewer is not one."""
+TRIES: Final = 2
+"""A sample that could not be taken is taken once more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,14 +104,17 @@ async def measure(experiments: Sequence[Experiment], pairs: int, console: Consol
                     continue
                 name = ", ".join(figure.name for figure in experiment.figures)
                 say(f"{index + 1} of {pairs}: {name} (load {os.getloadavg()[0]:.1f})")
-                try:
-                    samples[place].append(taken := await sample(place_of_work, experiment, index))
+                for _ in range(TRIES):
+                    try:
+                        samples[place].append(taken := await sample(place_of_work, experiment, index))
+                    except (Trouble, RuntimeError, TimeoutError, LookupError, ValueError) as error:
+                        text = " ".join((str(error) or type(error).__name__).split())[:1500]
+                        trouble[place].append(text)
+                        say(f"[red]{escape(f'{name}: {text}')}")
+                        continue
                     for figure in experiment.figures:
                         say(escape(f"  {figure.name}: {figure.shows(taken)}"))
-                except (Trouble, RuntimeError, TimeoutError, LookupError, ValueError) as error:
-                    text = " ".join((str(error) or type(error).__name__).split())[:1500]
-                    trouble[place].append(text)
-                    say(f"[red]{escape(f'{name}: {text}')}")
+                    break
     say("all samples taken")
     return [
         judge(figure, samples[place], trouble[place])

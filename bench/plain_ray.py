@@ -27,8 +27,8 @@ START_LIMIT_S = 180.0
 JOB_LIMIT_S = 600.0
 WORKER_TRIES = 3
 STOP_GRACE_S = 6.0
-"""From SIGTERM to SIGKILL, as a hosting service has it. Left alone, Ray's nodes take 32 s to stop (measured): nobody who
-stops them by hand waits that long, and to compare with it would flatter the guarded run."""
+"""From SIGTERM to SIGKILL, as a hosting service has it. Left alone, Ray's nodes take 32 s to stop (measured): nobody
+who stops them by hand waits that long, and to compare with it would flatter the guarded run."""
 STOP_LIMIT_S = 30.0
 PORTS = range(20_000, 32_000)
 """Below the kernel's ephemeral range, so that nothing takes one by accident before Ray binds it."""
@@ -111,7 +111,7 @@ class PlainCluster:
         subprocess.run(command, env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
 
     def stop(self) -> None:
-        """SIGTERM to exactly the two nodes, then SIGKILL to what is left of them. Raises Trouble when anything stays."""
+        """SIGTERM to exactly the two nodes, then SIGKILL to what is left. Raises Trouble when anything stays."""
         for node in reversed(self._nodes):
             node.send_signal(signal.SIGTERM)
         kill_at = time.monotonic() + STOP_GRACE_S

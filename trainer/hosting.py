@@ -69,8 +69,6 @@ RAY_FIELDS: dict[str, type | tuple[type, ...]] = {
     "agent_port": int,
     "client_port": int,
     "runtime_env_port": int,
-    "autoscaler_metrics_port": int,
-    "dashboard_metrics_port": int,
     "worker_ports": list,  # [lowest, highest]; [0, 0]: any free one
     "num_cpus": int,
     "object_store_bytes": int,
@@ -248,8 +246,8 @@ class Service:
         end: Ended
         try:
             self._wait_for_lease()
-            self._start()
-            self._wait_until_ready()
+            self._prepare()
+            self._start_until_ready()
             self._serving = True
             while True:
                 self._pause(0.2)
@@ -314,7 +312,7 @@ class Service:
                 ) from None
             raise
 
-    def _start(self) -> None:
+    def _prepare(self) -> None:
         order = self.order
         self._token = read_private_file(Path(order["token_file"]), "the run's token").decode().strip()
         write_private_file(ray_node.token_path(order), self._token.encode())
@@ -333,13 +331,39 @@ class Service:
                 f"the head at {ray_node.gcs_address(order)} to listen",
                 lambda: ray_node.listens(ray["head_address"], ray["gcs_port"]),
             )
-        self.state.write("starting")
-        self._supervisor.start(
-            self._command,
-            ray_node.environment(order, Path(sys.executable), os.environ),
-            self.private,
-            self.private / "ray.log",
-        )
+
+    def _start_until_ready(self) -> None:
+        """On a busy machine `ray start` gives up after limits of its own (30 s for a raylet that no setting moves, or a
+        worker that came before its head had registered): it gets a second try."""
+        for last in (False, True):
+            self.state.write("starting", detail="for the second time" if last else "")
+            self._supervisor.start(
+                self._command,
+                ray_node.environment(self.order, Path(sys.executable), os.environ),
+                self.private,
+                self.private / "ray.log",
+            )
+            try:
+                self._wait_until_ready()
+                return
+            except Ended as ended:
+                if last or ended.reason != "ray_ended":
+                    raise
+                print(f"{utc_now()} {ended.detail}", file=sys.stderr, flush=True)
+                self._end_attempt()
+
+    def _end_attempt(self) -> None:
+        """Nothing of a node that did not start may meet the next one. Raises Ended."""
+        left = self._supervisor.end(self._timing.grace_s, self._timing.kill_s)
+        self._keep_logs()
+        if left:
+            raise Ended("ray_ended", f"could not end {', '.join(str(each.pid) for each in left)}", failed=True)
+        for directory in self._made:
+            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                create_private_directory(directory)
+            except NotPrivate as error:
+                raise Ended("directory", str(error), failed=True) from error
 
     def _wait_until_ready(self) -> None:
         node_id: str | None = None

@@ -110,14 +110,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--require-distinct-devices", action="store_true", help="ranks must have a device each")
     parser.add_argument("--require-distinct-hosts", action="store_true", help="ranks must have a host each")
     parser.add_argument(
-        "--expect", metavar="ORDER.json", help="the job's order (LANYARD_JOB) that the run must have followed"
+        "--expect",
+        metavar="ORDER.json",
+        help="the job's order (LANYARD_JOB) that the run must have followed; '-' reads it from stdin",
     )
     return parser
 
 
 def _read_order(path: str) -> dict[str, Any]:
     try:
-        order = json.loads(Path(path).read_bytes())
+        order = json.loads(sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes())
     except OSError as error:
         raise UnusableInput(f"--expect {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

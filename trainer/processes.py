@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,14 @@ from pathlib import Path
 from trainer.machine import boot_id
 
 PR_SET_CHILD_SUBREAPER = 36
+
+# Run as a program of its own, because code between fork and exec is unsafe in a process that has threads. The signal
+# survives the exec.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
+    "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
+    "os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -99,6 +108,12 @@ def send(process: Process, number: signal.Signals) -> bool:
         return False
     finally:
         os.close(descriptor)
+
+
+def dies_with_parent() -> list[str]:
+    """What to put before a command (its first word an absolute path) so that the kernel kills it when this process
+    ends, however that happens. Start it from the main thread: it is that thread's end that counts."""
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
 
 
 def become_subreaper() -> None:

@@ -34,6 +34,11 @@ NODE_SETTINGS: dict[str, str] = {
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "180",
     # A stopped job gets this long before SIGKILL; Ray's 3 s would end the lease keeper within its own 10 s of grace.
     "RAY_JOB_STOP_WAIT_TIME_S": "15",
+    # Ray's Prometheus endpoints bind every interface and ask for no token. The agents' are turned off by this...
+    "RAY_enable_metrics_collection": "0",
+    # ...and those of autoscaler and dashboard by a port that cannot be bound: Ray logs that, and goes on.
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
     "PYTHONUNBUFFERED": "1",
 }
 
@@ -86,8 +91,6 @@ def environment(order: Mapping[str, Any], python: Path, base: Mapping[str, str])
         "RAY_AUTH_TOKEN_PATH": str(token_path(order)),
         "RAY_TMPDIR": str(ray_temp_dir(order)),
         "TMPDIR": str(order["temp_dir"]),
-        "AUTOSCALER_METRIC_PORT": str(order["ray"]["autoscaler_metrics_port"]),
-        "DASHBOARD_METRIC_PORT": str(order["ray"]["dashboard_metrics_port"]),
         # A job's `python` is the application's.
         "PATH": f"{python.parent}{os.pathsep}{base.get('PATH', '/usr/bin:/bin')}",
     }

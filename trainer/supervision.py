@@ -9,23 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer.processes import Process, become_subreaper, descendants, look_up, send
+from trainer.processes import Process, become_subreaper, descendants, dies_with_parent, look_up, send
 
 LOG_LIMIT_BYTES = 4 * 2**20
 LOG_TAIL_BYTES = 64 * 2**10
-
-# Run as a program of its own, because code between fork and exec is unsafe in a process that has threads. The signal
-# survives the exec; it fires when the supervisor's main thread ends, however that happens.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
-    "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
-    "os.execv(sys.argv[2], sys.argv[2:])"
-)
 
 
 class Supervisor:
@@ -41,12 +32,11 @@ class Supervisor:
 
         The kernel kills the child when this process ends without having ended it. Raises OSError.
         """
-        shim = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             # Never waited for through this object: `reap` collects every child, and only one may collect each.
             started = subprocess.Popen(
-                [*shim, *command],
+                [*dies_with_parent(), *command],
                 env=dict(environment),
                 cwd=directory,
                 stdin=subprocess.DEVNULL,
@@ -59,7 +49,7 @@ class Supervisor:
         found = look_up(started.pid)
         assert found is not None  # not reaped yet, so at least a zombie has the pid
         started.returncode = 0  # keeps Popen from waiting for it, or warning about it, later
-        self._child = found
+        self._child, self._status = found, None
         return found
 
     def reap(self) -> int | None:

@@ -87,7 +87,14 @@ def _steps(
             )
             latest = journal.entries[-1]
             write = partial(_write, job=job, step=step, model=model, optimizer=optimizer, journal=journal)
-            attempt.report(step, latest["loss"], write, samples_per_second=latest["samples_per_second"])
+            attempt.report(
+                step,
+                latest["loss"],
+                write,
+                samples_per_second=latest["samples_per_second"],
+                model_sha256=model_sha256(model.state_dict()),
+                momentum_sha256=momentum_sha256(optimizer.state_dict()),
+            )
             interval.open()
 
 

@@ -21,6 +21,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.evidence import (
         Claim,
         CustodyOrder,
+        HostsOrder,
+        Identity,
         KeepOrder,
         Release,
         ReleaseOrder,
@@ -36,19 +38,22 @@ with workflow.unsafe.imports_passed_through():
 class Custody:
     """No run timeout and no failure exception types: a bug here waits for a fix, it does not close."""
 
+    # Untyped: an input that does not decode would fail the workflow task, which is retried for ever.
     @workflow.init
-    def __init__(self, order: CustodyOrder) -> None:
-        self._order = order
+    def __init__(self, *told: Any) -> None:
+        self._order, self._refusal = _understood(told)
         self._claims: dict[str, Claim] = {}
         self._windows: dict[str, dict[str, float]] = {}
-        self._deadline = order.deadline
-        self._due: str | None = None
+        self._deadline = self._order.deadline
+        self._due: str | None = self._refusal or None
         self._keeper: asyncio.Task[None] | None = None
         self._record: Release | None = None
         self._struggle = ""
 
     @workflow.run
-    async def run(self, order: CustodyOrder) -> Release:
+    async def run(self, *told: Any) -> Release:
+        if self._refusal:
+            raise ApplicationError(self._refusal, type="Rejected")
         workflow.upsert_memo({"deadline": self._deadline})
         self._show()
         await self._until_release_is_due()
@@ -265,4 +270,18 @@ class Custody:
         presentation.show_attributes(
             self._order.search_attributes,
             {"LanyardCleanup": state, "LanyardRunKey": self._order.identity.run_key},
+        )
+
+
+def _understood(told: tuple[Any, ...]) -> tuple[CustodyOrder, str]:
+    """The order, and why it cannot be followed ("" when it can)."""
+    try:
+        [order] = told
+        return CustodyOrder.model_validate(order), ""
+    except ValueError:
+        nobody = Identity.model_construct(run_key="", run_id="", workflow_id="", custody_id="", storage="")
+        hosts = HostsOrder.model_construct(identity=nobody)
+        return (
+            CustodyOrder.model_construct(identity=nobody, hosts=hosts, deadline=0.0, search_attributes=()),
+            "custody is started by a run and takes the order that the run makes; start GuardedTrain instead",
         )

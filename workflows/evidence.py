@@ -164,6 +164,9 @@ class Commit(Frozen):
     loss: float | None = None
     index: int
     """Ray's report index at that commit."""
+    model_sha256: str | None = None
+    momentum_sha256: str | None = None
+    """Of the state committed, as the report told them; None where it did not."""
 
 
 WatchEnd = Literal["milestone", "finished", "failed", "stalled", "lost"]

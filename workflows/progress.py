@@ -127,7 +127,9 @@ class Progress:
             unproved += ("recovery: no drill was asked for",)
         if self.artifacts:
             unproved += not_checked(self.artifacts.not_applicable)
-        if outcome != "succeeded":
+        if self.artifacts and not self.artifacts.ok:
+            unproved += ("artifacts: they were verified, and do not hold; see the checks that failed",)
+        elif outcome != "succeeded":
             unproved += ("artifacts: not verified, because the run did not succeed",)
         if self.cleared and not self.cleared.conditional_writes:
             unproved += ("atomic writes: this storage ignores If-None-Match; overwrites were checked by reading back",)

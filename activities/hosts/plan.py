@@ -96,7 +96,7 @@ def _new_plan(directory: Path, order: HostsOrder) -> Plan:
         addresses=tuple(f"127.{second}.{third}.{2 + index}" for index in range(order.count)),
         temp_dirs=tuple(f"/tmp/{short}-{index}" for index in range(order.count)),  # noqa: S108
         shared_memory_dirs=tuple(f"/dev/shm/{short}-{index}" if enough else "" for index in range(order.count)),  # noqa: S108
-        ports=free_ports(6 + order.count),
+        ports=free_ports(4 + order.count),
     )
 
 

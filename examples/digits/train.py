@@ -97,11 +97,14 @@ def train() -> None:
                 dist.all_reduce(mean)
                 # Nothing here draws random numbers after the start; with dropout, say, their state belongs in here too.
                 state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                model_hash, optimizer_hash = hashes()
                 attempt.report(
                     step,
                     mean.item() / attempt.world_size,
                     partial(workload.save_state, state=state),
                     held_out_accuracy=accuracy(model, held_out),
+                    model_sha256=model_hash,
+                    momentum_sha256=optimizer_hash,
                 )
         attempt.final(*hashes())
 

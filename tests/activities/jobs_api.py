@@ -62,10 +62,10 @@ class JobsApi:
         app = web.Application(middlewares=[self._gate], client_max_size=2**28)
         app.router.add_post("/api/jobs/", self._submit)
         app.router.add_get("/api/jobs/{id}", self._info)
-        app.router.add_get("/api/jobs/{id}/logs", self._logs)
         app.router.add_post("/api/jobs/{id}/stop", self._stop)
         app.router.add_get("/api/packages/gcs/{name}", self._package)
         app.router.add_put("/api/packages/gcs/{name}", self._upload)
+        app.router.add_get("/api/v0/logs/file", self._logs)
         app.router.add_get("/api/v0/{what}", self._list)
         return app
 
@@ -107,8 +107,8 @@ class JobsApi:
         return web.json_response(job) if job else self._unknown(request)
 
     async def _logs(self, request: web.Request) -> web.Response:
-        name = request.match_info["id"]
-        return web.json_response({"logs": self.logs.get(name, "")}) if name in self.jobs else self._unknown(request)
+        name = request.query["submission_id"]
+        return web.Response(text=self.logs.get(name, "")) if name in self.jobs else self._unknown(request)
 
     async def _stop(self, request: web.Request) -> web.Response:
         """A PENDING job's stop says True and stops nothing (ray #58353)."""
@@ -133,7 +133,7 @@ class JobsApi:
         return web.json_response(listed(self.state[request.match_info["what"]]))
 
     def _unknown(self, request: web.Request) -> web.Response:
-        return web.Response(status=404, text=f"Job {request.match_info['id']} does not exist")
+        return web.Response(status=404, text=f"Job {request.match_info.get('id')} does not exist")
 
 
 def listed(items: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:

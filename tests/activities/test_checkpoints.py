@@ -129,13 +129,11 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=64))
 def test_no_bytes_are_anything_but_told_or_damaged(raw: bytes) -> None:
     is_told_or_damaged(raw)
 
 
-@settings(deadline=None, max_examples=150)
 @given(st.integers(0, len(record(4, 8, 12))), st.integers(0, 200), st.binary(max_size=3))
 def test_no_splice_is_anything_but_told_or_damaged(at: int, out: int, put: bytes) -> None:
     whole = record(4, 8, 12)
@@ -145,7 +143,7 @@ def test_no_splice_is_anything_but_told_or_damaged(at: int, out: int, put: bytes
 FIELDS = ("checkpoint_results", "latest_checkpoint_result", "current_report_index")
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([*FIELDS, "checkpoint_dir_name", "metrics"]), json_values)
 def test_no_value_in_any_place_is_anything_but_told_or_damaged(place: str, value: Any) -> None:
     told = {place: value} if place in FIELDS else {"checkpoint_results": [_result(4, **{place: value})]}

@@ -119,6 +119,17 @@ async def test_when_the_work_fails_the_window_stands() -> None:
     assert work.custody.settled == []
 
 
+async def test_a_final_no_is_an_answer_and_settles() -> None:
+    work = Work(error=ApplicationError("there is no such machine", type="HostsFailed", non_retryable=True))
+    with pytest.raises(ApplicationError, match="no such machine"):
+        await environment().run(work.do)
+    assert len(work.custody.settled) == 1
+    unsure = Work(error=ApplicationError("ask again", type="SendWindowPassed"))
+    with pytest.raises(ApplicationError, match="ask again"):
+        await environment().run(unsure.do)
+    assert unsure.custody.settled == []
+
+
 async def test_a_cancelled_work_leaves_the_window_standing() -> None:
     custody = CustodyStandIn()
     client: Any = custody

@@ -111,7 +111,7 @@ async def test_what_cannot_be_asked_is_said_to_be_unknown(api: JobsApi) -> None:
 
 
 async def test_nonsense_from_the_cluster_is_unknown_as_well(api: JobsApi, jobs: Jobs) -> None:
-    api.instead[f"/api/jobs/{ID}/logs"] = api.instead["/api/v0/actors"] = web.Response
+    api.instead[f"/api/jobs/{ID}"] = api.instead["/api/v0/actors"] = web.Response
     said, found = await diagnose(jobs, JOB, None, "")
     assert "its log cannot be read" in said
     assert "the cluster's state cannot be read" in found

@@ -128,11 +128,11 @@ class JobsOfOneNode:
         name = request.match_info["id"]
         if name not in self.logs:
             return web.Response(status=404, text=f"Job {name} does not exist")
-        return web.json_response({"status": "SUCCEEDED", "message": "Job finished successfully.", "entrypoint": ""})
+        said = {"status": "SUCCEEDED", "message": "Job finished successfully.", "entrypoint": ""}
+        return web.json_response({**said, "driver_node_id": "ab" * 28})
 
     async def log(self, request: web.Request) -> web.Response:
-        name = request.query["filename"].removeprefix("job-driver-").removesuffix(".log")
-        return web.Response(text="Runtime env is setting up.\n" + self.logs[name])
+        return web.Response(text="Runtime env is setting up.\n" + self.logs[request.query["submission_id"]])
 
 
 class OneProvider:

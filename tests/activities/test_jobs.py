@@ -226,6 +226,8 @@ async def test_logs_are_kept_from_their_end(api: JobsApi, jobs: Jobs, monkeypatc
     assert await jobs.logs(ID) == ""
     api.logs[ID] = "first line\nlast\n"
     assert await jobs.logs(ID) == "last\n"
+    api.add(ID, "PENDING", driver_node_id=None)
+    assert await jobs.logs(ID) == ""
 
 
 # Stopping.
@@ -420,8 +422,11 @@ async def test_records_are_saved_of_the_jobs_that_were(api: JobsApi, url: str, t
     api.add(ID, "SUCCEEDED")
     api.logs[ID] = "done\n"
     store = Objects()
-    order = RecordsOrder(hosts=HOSTS, submissions=(ID, "never-was"))
-    await environment().run(submission(url, CustodyStandIn(), tmp_path, store).save_records, order)
+    api.add("broken", "FAILED", driver_node_id=None)
+    api.instead["/api/jobs/broken"] = lambda: web.Response(status=500, text="out of order")
+    order = RecordsOrder(hosts=HOSTS, submissions=("broken", ID, "never-was"))
+    with pytest.raises(ApplicationError, match="500 out of order"):
+        await environment().run(submission(url, CustodyStandIn(), tmp_path, store).save_records, order)
     assert store.objects.keys() == {
         f"{IDENTITY.storage}/logs/{name}" for name in (f"{ID}.log", f"{ID}.status.json", "never-was.log")
     }

@@ -190,8 +190,10 @@ async def test_a_reset_run_meets_its_own_mark_and_goes_on() -> None:
     assert store.objects[f"{ROOT}/train/main/checkpoint_4/x"] == b"kept"
 
 
-async def test_a_probe_left_by_a_worker_that_died_is_no_stranger() -> None:
-    assert await preflight(Objects({f"{ROOT}/probe-0a1b2c3d": b"x"}))
+async def test_a_probe_left_by_a_worker_that_died_is_no_stranger_and_is_removed() -> None:
+    store = Objects({f"{ROOT}/probe-0a1b2c3d": b"x"})
+    assert await preflight(store)
+    assert not any("probe-" in uri for uri in store.objects)
 
 
 # The probe: a list proves nothing.
@@ -304,6 +306,11 @@ async def test_source_that_could_not_be_delivered_is_refused_now_and_not_after_t
     assert said.startswith("workload.working_dir: ")
     assert "is a link" in said
     assert hosts.done == []
+    (tmp_path / "train.py").unlink()
+    said = await refused(Objects(), hosts=hosts, workload=script)
+    assert said.startswith("workload.entrypoint: train.py is no file in ")
+    (tmp_path / "train.py").touch()
+    assert await preflight(Objects(), hosts=hosts, workload=script)
 
 
 def last_commit(step: int) -> Tools:

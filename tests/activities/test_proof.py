@@ -26,7 +26,13 @@ VICTIM = Victim(
     pid=41101,
     start_time=991123,
     boot_id="b",
-    commit=Commit(checkpoint=sample.checkpoint(COMMITTED, 1), step=COMMITTED, index=1),
+    commit=Commit(
+        checkpoint=sample.checkpoint(COMMITTED, 1),
+        step=COMMITTED,
+        index=1,
+        model_sha256=sample.sha("model", COMMITTED),
+        momentum_sha256=sample.sha("momentum", COMMITTED),
+    ),
 )
 STRIKE = Strike(outcome="killed", at=sample.BEGAN + 27.6, helper="w-strike")
 
@@ -136,8 +142,18 @@ def a_third_rank(told: Told) -> None:
             ["rank 0 restored nothing; it started from scratch", "rank 1 restored nothing"],
         ),
         (one_rank("start", restored_from=None), ["rank 1 restored nothing"]),
-        (one_rank("start", momentum_sha256="x"), ["ranks restored different momentum state"]),
-        (one_rank("start", model_sha256="x"), ["ranks restored different model state"]),
+        (
+            one_rank("start", momentum_sha256="x"),
+            ["rank 1 went on with another momentum than the commit of step 8 holds", "ranks restored different moment"],
+        ),
+        (
+            one_rank("start", model_sha256="x"),
+            ["rank 1 went on with another model than the commit of step 8 holds", "ranks restored different model st"],
+        ),
+        (
+            each_rank("start", momentum_sha256="of a fresh optimizer"),
+            ["rank 0 went on with another momentum than", "rank 1 went on with another momentum than"],
+        ),
         (one_rank("first-step", step=10), ["rank 1 went on at step 10, not at 9"]),
         (one_rank("first-step", step=8), ["rank 1 went on at step 8, not at 9"]),
         (
@@ -170,6 +186,7 @@ def a_third_rank(told: Told) -> None:
         "one rank restored nothing",
         "momentum differs",
         "model differs",
+        "momentum lost on every rank",
         "a rank skipped a step",
         "a rank repeated a step",
         "from the start",

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from temporalio.testing import ActivityEnvironment
 
 from activities.report_chart import Mark, loss_chart
 from activities.report_material import MAX_POINTS, Found, distil, thin
 from activities.report_page import duration, render
-from activities.reporting import Reporting, report
+from activities.reporting import UNSPOKEN, Reporting, report
 from tests.activities import sample_run as sample
 from tests.activities.sample_run import ROOT, TRAIN, MemoryStorage
 from workflows.evidence import Outcome, Verdict
@@ -142,7 +142,6 @@ def test_no_text_from_outside_becomes_markup(outcome: Outcome, hostile: str) -> 
     render(replaced(told, hostile)).encode("utf-8", "replace")
 
 
-@settings(deadline=None)  # a loaded machine is no finding
 @given(st.text(st.characters(blacklist_characters="\r"), max_size=80))
 def test_a_message_is_shown_as_it_is(message: str) -> None:
     shown = Page(render(report(sample.succeeded(), Found({})) | {"message": message}))
@@ -281,6 +280,31 @@ async def test_a_run_that_could_not_speak_is_reported_from_storage(status: str) 
     assert "the last commit is step 20" in page.text
 
 
+@pytest.mark.parametrize("first", sorted(set(sample.ENDINGS) - set(UNSPOKEN)))
+async def test_a_reset_run_never_writes_over_what_an_earlier_execution_said(first: Outcome) -> None:
+    store = MemoryStorage(sample.objects())
+    said, _ = await written(store, as_ended(first))
+    reset = as_ended("failed").model_copy(update={"run_id": "fedcba98-reset"})
+    await ActivityEnvironment().run(Reporting(store).write_report, reset)
+    assert json.loads(store.objects[f"{ROOT}/report.json"]) == said
+    assert json.loads(store.objects[f"{ROOT}/report-fedcba98.json"])["run_id"] == reset.run_id
+    assert f"{ROOT}/report-fedcba98.html" in store.objects
+    again, _ = await written(store, as_ended(first))
+    assert again == said
+
+
+async def test_what_custody_wrote_for_a_run_that_was_reset_gives_way_in_either_order() -> None:
+    order = sample.unspoken_order()
+    reset = as_ended("failed").model_copy(update={"run_id": "fedcba98-reset"})
+    before, after = MemoryStorage(sample.objects()), MemoryStorage(sample.objects())
+    await ActivityEnvironment().run(Reporting(before).report_unspoken, order)
+    for store in (before, after):
+        await ActivityEnvironment().run(Reporting(store).write_report, reset)
+        assert json.loads(store.objects[f"{ROOT}/report.json"])["run_id"] == reset.run_id
+    await ActivityEnvironment().run(Reporting(after).report_unspoken, order)
+    assert json.loads(after.objects[f"{ROOT}/report.json"])["run_id"] == reset.run_id
+
+
 async def test_a_run_that_could_not_speak_and_left_nothing_is_reported_too() -> None:
     store = MemoryStorage({}, unreadable=("release.json",))
     await ActivityEnvironment().run(Reporting(store).report_unspoken, sample.unspoken_order())
@@ -322,7 +346,6 @@ def test_a_million_steps_make_a_report_of_bounded_size() -> None:
     assert len(render(told)) < 400_000
 
 
-@settings(deadline=None)  # a loaded machine is no finding
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=300), st.integers(4, 60))
 def test_thinning_keeps_order_ends_and_extremes(losses: list[float], limit: int) -> None:
     points: list[list[float]] = [[step, loss] for step, loss in enumerate(losses, start=1)]
@@ -334,7 +357,6 @@ def test_thinning_keeps_order_ends_and_extremes(losses: list[float], limit: int)
     assert max(p[1] for p in kept) == max(losses)
 
 
-@settings(deadline=None)  # a loaded machine is no finding
 @given(
     st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
     st.integers(-5, 2**53),

@@ -4,7 +4,8 @@
 
 It writes `light.json` into the private directory (pids by kind, and its environment's names), registers its node in
 `<storage>/nodes/`, serves the list of nodes when it is the head, and on SIGTERM ends itself alone. The file `die` in
-the private directory makes it exit with 3.
+the private directory makes it exit with 3, and `die-once` in the storage does so once, before its
+node is known.
 """
 
 import http.server
@@ -55,9 +56,11 @@ if order["role"] == "head":
     for address, port in ((order["address"], ray["gcs_port"]), (ray["dashboard_host"], ray["dashboard_port"])):
         server = http.server.ThreadingHTTPServer((address, port), Dashboard)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+early = (nodes.parent / "die-once").exists()
 nodes.mkdir(parents=True, exist_ok=True)
 facts = {"node_id": f"node{order['index']}", "node_ip": order["address"], "state": "ALIVE"}
-(nodes / f"{order['index']}.json").write_text(json.dumps(facts))
+if not early:
+    (nodes / f"{order['index']}.json").write_text(json.dumps(facts))
 light = {
     "ray": os.getpid(),
     "stubborn": stubborn.pid,
@@ -66,10 +69,12 @@ light = {
     "environment": sorted(os.environ),
 }
 (private / "light.tmp").write_text(json.dumps(light))
-(private / "light.tmp").rename(private / "light.json")
+(private / "light.tmp").rename(private / ("light-once.json" if early else "light.json"))
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 print("light ray is up", flush=True)
-while not (private / "die").exists():
+if early:
+    (nodes.parent / "die-once").unlink()
+while not early and not (private / "die").exists():
     time.sleep(0.05)
 print("light ray gives up: something exploded", flush=True)
 os._exit(3)

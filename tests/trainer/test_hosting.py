@@ -109,7 +109,7 @@ class Host:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    probes = [socket.socket() for _ in range(7)]
+    probes = [socket.socket() for _ in range(5)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
     ports = [probe.getsockname()[1] for probe in probes]
@@ -142,9 +142,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
             "dashboard_port": ports[1],
             "agent_port": ports[2],
             "client_port": ports[3],
-            "autoscaler_metrics_port": ports[4],
-            "dashboard_metrics_port": ports[5],
-            "runtime_env_port": ports[6],
+            "runtime_env_port": ports[4],
             "worker_ports": [0, 0],
             "num_cpus": 2,
             "object_store_bytes": 200_000_000,
@@ -279,6 +277,17 @@ def test_ray_s_death_is_a_failure_with_its_last_words_and_leaves_nothing(host: H
     assert "ended with 3" in host.state["detail"]
     assert "something exploded" in host.state["detail"]
     assert host.nothing_left()
+
+
+def test_a_ray_that_fails_to_start_is_tried_once_more_with_nothing_left_of_the_first(host: Host) -> None:
+    host.storage.mkdir(exist_ok=True)
+    (host.storage / "die-once").write_text("")
+    host.lease()
+    host.start_and_wait()
+    first = json.loads((host.private / "light-once.json").read_bytes())
+    assert not any(running(first[kind]) for kind in ("ray", "stubborn", "orphan", "silent"))
+    assert all(map(running, host.pids))
+    assert "something exploded" in host.log
 
 
 def test_a_second_sigterm_during_the_end_changes_nothing(host: Host) -> None:

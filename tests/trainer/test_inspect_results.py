@@ -317,6 +317,12 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
     ("infinity", metrics(row(6, gradient_norm=math.inf)), "scalars", "step 6: gradient_norm is not finite (inf)"),
     ("negative", metrics(row(7, loss=-0.5)), "scalars", "step 7: loss is not positive (-0.5)"),
     ("no change", metrics(row(8, parameter_change=0.0)), "scalars", "step 8: parameter_change is not positive"),
+    (
+        "converged",
+        metrics(lambda document: [row(step, parameter_change=0.0)(document) for step in (4, 6, 7)]),
+        "scalars",
+        "step 4: parameter_change is not positive (0.0), and so at step 6-7",
+    ),
     ("no speed", metrics(row(9, samples_per_second=0)), "scalars", "step 9: samples_per_second is not positive"),
     ("text", metrics(row(2, loss="1.0")), "scalars", "step 2: loss is '1.0', no number"),
     ("truth value", metrics(row(2, loss=True)), "scalars", "step 2: loss is True, no number"),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -27,13 +27,11 @@ def shown(renderable: Any) -> str:
     return console.export_text()
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(_NAMES), _JSON), st.dictionaries(st.sampled_from(_NAMES), _JSON))
 def test_any_verdict_can_be_shown(verdict: dict[str, Any], custody: dict[str, Any]) -> None:
     assert "outcome" in shown(verdict_table(verdict, custody))
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["phase", "step", "steps", "loss", "deadline", "note"]),

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workflows.fields import format_duration, parse_duration
@@ -426,7 +426,6 @@ paths = st.sampled_from(sorted({case[1] for case in BAD_FIELDS}))
 
 
 @given(st.lists(json_values, max_size=3))
-@settings(max_examples=200, deadline=None)
 def test_any_input_is_taken_or_refused_with_a_bounded_message(inputs: list[object]) -> None:
     message = refusal(*inputs)
     assert len(message) <= MESSAGE_MAX
@@ -434,7 +433,6 @@ def test_any_input_is_taken_or_refused_with_a_bounded_message(inputs: list[objec
 
 
 @given(st.sampled_from([LOCAL, RENTED, ATTACHED, SCRIPT]), paths, json_values)
-@settings(max_examples=500, deadline=None)
 def test_any_value_of_any_field_is_taken_or_refused_with_a_bounded_message(
     base: dict[str, Any], path: str, value: object
 ) -> None:
@@ -546,7 +544,6 @@ def test_a_spec_cannot_be_changed() -> None:
         spec.parity = True
 
 
-@settings(deadline=None)
 @given(st.integers(min_value=1, max_value=10**9))
 def test_a_duration_reads_back_as_the_same_seconds(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds

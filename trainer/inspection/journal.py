@@ -86,23 +86,37 @@ def check_steps(metrics: Mapping[str, Any]) -> str:
 def check_scalars(metrics: Mapping[str, Any]) -> str:
     """Every scalar of every step finite and positive, the learning rate the recipe's. Raises Failed."""
     rate = float(recipe_of(metrics)["learning_rate"])
-    problems = []
+    first: dict[tuple[str, str], str] = {}
+    also: dict[tuple[str, str], list[int]] = {}
     rows = rows_of(metrics)
     for row in rows:
         for name in SCALARS:
-            value = number(row.get(name))
-            if value is None:
-                problems.append(f"step {row['step']}: {name} is {row.get(name)!r}, no number")
-            elif not math.isfinite(value):
-                problems.append(f"step {row['step']}: {name} is not finite ({value})")
-            elif value <= 0:
-                problems.append(f"step {row['step']}: {name} is not positive ({value!r})")
-            elif name == "learning_rate" and value != rate:
-                problems.append(f"step {row['step']}: learning_rate is {value!r}, the recipe's is {rate!r}")
+            if told := _wrong(name, row.get(name), rate):
+                kind, text = told
+                if (name, kind) in first:
+                    also.setdefault((name, kind), []).append(row["step"])
+                else:
+                    first[name, kind] = f"step {row['step']}: {name} {text}"
+    # A training that has converged stops changing at every step from then on: one finding, not hundreds.
+    problems = [text + (f", and so at step {spans(also[at])}" if at in also else "") for at, text in first.items()]
     if not rows:
         problems.append("there are no steps")
     require(problems)
     return f"{len(rows) * len(SCALARS)} values finite and positive, learning rate {rate!r}"
+
+
+def _wrong(name: str, told: Any, rate: float) -> tuple[str, str] | None:
+    """What is wrong with one scalar: the kind of fault, and its words."""
+    value = number(told)
+    if value is None:
+        return "no number", f"is {told!r}, no number"
+    if not math.isfinite(value):
+        return "not finite", f"is not finite ({value})"
+    if value <= 0:
+        return "not positive", f"is not positive ({value!r})"
+    if name == "learning_rate" and value != rate:
+        return "other rate", f"is {value!r}, the recipe's is {rate!r}"
+    return None
 
 
 def check_learning(metrics: Mapping[str, Any]) -> str:
