@@ -29,7 +29,8 @@ def nothing_left(census: Census) -> bool:
 
 
 def test_a_run_is_extended_asked_and_cancelled(stack: Stack, census: Census) -> None:
-    """`extend` moves the run's deadline and custody's, and refuses nonsense in words; a cancel ends it Canceled with everything released and the last commit named."""
+    """`extend` moves the run's deadline and custody's, and refuses nonsense in words; a cancel ends
+    it Canceled with everything released and the last commit named."""
     run = stack.train("extend", regression("extend", workload=LONG))
     stack.wait_for(run, "a commit", lambda told: told["step"] > 0, 150)
     before = stack.query(run, "progress")["deadline"]
