@@ -43,6 +43,7 @@ class Guarded:
     run: WorkflowHandle[Any, Any]
     custody: WorkflowHandle[Custody, Release]
     identity: Identity
+    hosts: HostsOrder
 
     async def claim(self, kind: Any = "cluster", name: str = "c", **changes: Any) -> Claim:
         wanted = a_claim(self.identity, kind, name, **changes)
@@ -80,13 +81,14 @@ async def guard(world: World, *, lasts_s: float = 3600.0, queue: str = NOBODY) -
         run_key=world.key,
         custody_id=custody_id(world.key),
         deployment="test",
+        namespace=world.client.namespace,
         storage=run_root("s3://lanyard/runs", world.key),
     )
     hosts = HostsOrder(identity=identity, provider="local", count=2, device="cpu", lease_s=3600, not_after_s=7200)
     order = CustodyOrder(identity=identity, hosts=hosts, deadline=time.time() + lasts_s)
     custody = await world.client.start_workflow(Custody.run, order, id=identity.custody_id, task_queue=RUN_QUEUE)
     run = world.client.get_workflow_handle(world.workflow_id, run_id=world.first_run_id)
-    return Guarded(world, run, custody, identity)
+    return Guarded(world, run, custody, identity, hosts)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
