@@ -34,8 +34,10 @@ def read_mark(directory: Path) -> Mark | None:
         mark = Mark.model_validate_json(read_private_file(directory / FILE, "the mark"))
     except ValidationError as error:
         raise AbsenceUnknown(f"{directory / FILE} is damaged: {error.errors()[0]['msg']}") from error
-    except (NotPrivate, OSError) as error:
+    except NotPrivate as error:
         raise AbsenceUnknown(str(error)) from error
+    except OSError as error:
+        raise AbsenceUnknown(f"{directory / FILE} cannot be read: {error}") from error
     identity = mark.hosts.identity
     if identity.run_key != directory.name or identity.custody_id != custody_id(directory.name):
         raise AbsenceUnknown(f"{directory / FILE} was made for run {identity.run_key}, not for this directory")

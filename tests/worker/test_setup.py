@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 from temporalio.client import (
     Client,
+    ScheduleActionExecutionStartWorkflow,
     ScheduleActionStartWorkflow,
     ScheduleDescription,
     ScheduleIntervalSpec,
@@ -100,9 +102,11 @@ async def test_a_sweep_that_no_worker_takes_is_not_joined_by_others(client: Clie
         await handle.trigger()
     told = await handle.describe()
     while told.info.num_actions + told.info.num_actions_skipped_overlap < 3:
+        await asyncio.sleep(0.2)
         told = await handle.describe()
     assert (told.info.num_actions, told.info.num_actions_skipped_overlap) == (1, 2)
     [running] = told.info.running_actions
+    assert isinstance(running, ScheduleActionExecutionStartWorkflow)
     waiting = await client.get_workflow_handle(running.workflow_id).describe()
     assert waiting.status == WorkflowExecutionStatus.RUNNING
     assert running.workflow_id.startswith("reaper-idle-")
