@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
@@ -32,6 +33,16 @@ AT_ONCE: Final = 20
 ASK: Final = timedelta(seconds=10)
 
 
+@dataclass
+class _Seen:
+    """What the providers have: ours, each with its provider, and the rest, a line each."""
+
+    ours: list[tuple[HostsProvider, Mark]] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    left_out: int = 0
+
+
 class Reaping:
     def __init__(
         self, client: Client, storage: Storage, providers: Providers, deployment: Deployment, threads: Executor
@@ -53,57 +64,60 @@ class Reaping:
                 "namespace of its own",
                 type="OtherDeployment",
             )
-        ours: list[tuple[HostsProvider, Mark]] = []
-        foreign: list[str] = []
-        unreadable: list[str] = []
-        left_out = 0
         async with beating(note="reading the inventory") as heart:
-            for provider in self._providers.every():
-                try:
-                    seen = await in_thread(self._threads, provider.inventory, MOST_ITEMS)
-                except Exception as error:
-                    unreadable.append(f"the inventory of {provider.name}: {error}")
-                    continue
-                for mark in seen.marked:
-                    if whose := self._another(provider, mark):
-                        foreign.append(f"{mark.hosts.identity.run_key}: {whose}")
-                    else:
-                        ours.append((provider, mark))
-                foreign += [f"{each}: no mark" for each in seen.unmarked]
-                unreadable += seen.unreadable
-                left_out += seen.left_out
-            heart.say(note=f"asking for {len(ours)} custodies")
+            seen = await self._inventory()
+            heart.say(note=f"asking for {len(seen.ours)} custodies")
             gate = asyncio.Semaphore(AT_ONCE)
 
             async def look(provider: HostsProvider, mark: Mark) -> Suspect | Exception | None:
                 async with gate:
                     try:
                         return await self._suspect(provider, mark)
-                    except (RPCError, StorageError) as error:
-                        return error
+                    except (RPCError, StorageError) as unknown:
+                        return unknown
 
-            looks = await asyncio.gather(*(look(*each) for each in ours))
+            looks = await asyncio.gather(*(look(*each) for each in seen.ours))
         suspects = [each for each in looks if isinstance(each, Suspect)]
-        unreadable += [
+        unreadable = seen.unreadable + [
             f"custody of {mark.hosts.identity.run_key}: {unknown}"
-            for (_, mark), unknown in zip(ours, looks, strict=True)
+            for (_, mark), unknown in zip(seen.ours, looks, strict=True)
             if isinstance(unknown, Exception)
         ]
         return Sweep(
-            found=len(ours),
+            found=len(seen.ours),
             held=sum(each is None for each in looks),
             suspects=tuple(suspects[:MOST_SUSPECTS]),
-            foreign=len(foreign),
+            foreign=len(seen.foreign),
             unreadable=len(unreadable),
-            left_out=left_out + max(0, len(suspects) - MOST_SUSPECTS),
+            left_out=seen.left_out + max(0, len(suspects) - MOST_SUSPECTS),
             notes=tuple(
                 [f"unreadable: {each[:300]}" for each in unreadable[:MOST_NOTES]]
-                + [f"foreign: {each[:300]}" for each in foreign[:MOST_NOTES]]
+                + [f"foreign: {each[:300]}" for each in seen.foreign[:MOST_NOTES]]
             ),
             search_attributes=self._deployment.search_attributes,
         )
 
-    def _another(self, provider: HostsProvider, mark: Mark) -> str:
+    async def _inventory(self) -> _Seen:
+        """What all providers have. One that cannot tell hides nothing of the others."""
+        seen = _Seen()
+        for provider in self._providers.every():
+            try:
+                found = await in_thread(self._threads, provider.inventory, MOST_ITEMS)
+            except Exception as error:
+                seen.unreadable.append(f"the inventory of {provider.name}: {error}")
+                continue
+            here = provider.context()
+            for mark in found.marked:
+                if whose := self._another(mark, provider.name, here):
+                    seen.foreign.append(f"{mark.hosts.identity.run_key}: {whose}")
+                else:
+                    seen.ours.append((provider, mark))
+            seen.foreign += [f"{each}: no mark" for each in found.unmarked]
+            seen.unreadable += found.unreadable
+            seen.left_out += found.left_out
+        return seen
+
+    def _another(self, mark: Mark, provider: str, here: str) -> str:
         """Whose it is, where it is not ours; "" where it is. One deployment's custody is in one namespace, and only a
         worker at the place of a claim can release it."""
         identity = mark.hosts.identity
@@ -111,7 +125,7 @@ class Reaping:
             return f"of deployment {identity.deployment}"
         if identity.namespace != self._client.namespace:
             return f"of namespace {identity.namespace or '(none)'}"
-        if mark.hosts.provider != provider.name or mark.context != provider.context():
+        if (mark.hosts.provider, mark.context) != (provider, here):
             return f"made at {mark.hosts.provider} {mark.context}"
         return ""
 

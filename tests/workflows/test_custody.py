@@ -301,6 +301,30 @@ async def test_a_release_asked_for_in_any_form_is_done(guarded: Guarded, inputs:
     assert (await guarded.word()).cleanup == "clean"
 
 
+async def test_handed_claims_to_begin_with_it_releases_them_at_once_and_accepts_no_more(world: World) -> None:
+    first = await guard(world)
+    await first.custody.terminate()
+    held = a_claim(first.identity, "cluster", "c", attempt="3.1", may_appear_until=time.time() + 60)
+    order = CustodyOrder(
+        identity=first.identity, hosts=first.hosts, deadline=time.time(), claims=(held,), due="found by the reaper"
+    )
+    world.exists.add(held.id)
+    slow = world.script[names.RELEASE] = Hold()
+    custody = await world.client.start_workflow(Custody.run, order, id=first.identity.custody_id, task_queue=RUN_QUEUE)
+    await soon(slow.reached.wait())
+    guarded = Guarded(world, first.run, custody, first.identity, first.hosts)
+    assert "custody is releasing (found by the reaper)" in await guarded.refused(name="late")
+    # A launch that was under way when the first custody was lost settles with this one.
+    await custody.signal("settle", args=[held.id, "3.2"])
+    assert [c.may_appear_until for c in await custody.query(Custody.claims)] == [held.may_appear_until]
+    slow.go.set()
+    record = await guarded.word()
+    assert (record.reason, [c.id for c in record.claims]) == ("found by the reaper", [held.id])
+    assert [order.renew for order in world.orders(names.KEEP)] == [False]  # no lease to keep
+    kinds = {event.event_type for event in await guarded.events()}
+    assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
+
+
 # How it releases -----------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,12 @@ def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unhurried(soon_again: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time enough between the looks for something to happen, also on a loaded machine."""
+    monkeypatch.setattr(timeouts, "BETWEEN_LOOKS", timedelta(seconds=3))
+
+
+@pytest.fixture
 def place(temporal: Temporal) -> Iterator[Place]:
     """Where everything of these tests lies; empty again afterwards."""
     yield temporal.place
@@ -85,11 +91,11 @@ async def lost(guarded: Guarded) -> None:
     await guarded.run.terminate()
 
 
-async def looked(place: Place, times: int) -> None:
-    async def enough() -> bool:
-        return place.looks >= times
+async def between_the_looks(reaper: WorkflowHandle[Any, Any]) -> None:
+    async def waits() -> bool:
+        return any(e.event_type == EventType.EVENT_TYPE_TIMER_STARTED for e in await events_of(reaper))
 
-    await until(enough, f"look {times}")
+    await until(waits, "the timer between the looks")
 
 
 # What is an orphan ---------------------------------------------------------------------------------------------------
@@ -189,18 +195,15 @@ async def test_a_run_that_is_just_starting_is_left_alone_with_and_without_anythi
     await guarded.word()
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_custody_that_closes_between_the_looks_is_for_the_next_time(
     guarded: Guarded, temporal: Temporal, place: Place
 ) -> None:
     other = await guard(temporal.stand_ins.world("another"))
     place.put(other.world, other.hosts)
     await lost(other)
-
-    async def first_look_is_done() -> bool:
-        return place.looks == 1
-
     reaper = await reap(guarded.world)
-    await until(first_look_is_done, "the first look")
+    await between_the_looks(reaper)
     await lost(guarded)
     done = await soon(reaper.result())
     assert done.suspects == 1
@@ -211,10 +214,11 @@ async def test_a_custody_that_closes_between_the_looks_is_for_the_next_time(
     await custodys_word(guarded.world)
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_custody_that_opens_between_the_looks_guards(guarded: Guarded, place: Place) -> None:
     await lost(guarded)
     reaper = await reap(guarded.world)
-    await looked(place, 1)
+    await between_the_looks(reaper)
     again = await open_custody(guarded)
     done = await soon(reaper.result())
     assert (done.suspects, done.held, done.orphans) == (1, 1, ())
@@ -230,36 +234,37 @@ async def open_custody(guarded: Guarded) -> WorkflowHandle[Any, Any]:
     )
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_custody_that_came_and_went_between_the_looks_is_for_the_next_time(
-    guarded: Guarded, place: Place, monkeypatch: pytest.MonkeyPatch
+    guarded: Guarded, place: Place
 ) -> None:
-    monkeypatch.setattr(timeouts, "BETWEEN_LOOKS", timedelta(seconds=2))
     await lost(guarded)
     reaper = await reap(guarded.world)
-    await looked(place, 1)
+    await between_the_looks(reaper)
     await (await open_custody(guarded)).terminate()
     done = await soon(reaper.result())
     assert (done.suspects, done.orphans) == (1, ())
     assert guarded.world.released == []
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_what_is_gone_at_the_second_look_is_no_orphan(guarded: Guarded, place: Place) -> None:
     await lost(guarded)
     reaper = await reap(guarded.world)
-    await looked(place, 1)
+    await between_the_looks(reaper)
     guarded.world.exists.clear()
     done = await soon(reaper.result())
     assert (done.found, done.suspects, done.orphans) == (0, 1, ())
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_lease_that_somebody_renews_is_no_orphan_s(guarded: Guarded, place: Place) -> None:
     """Such as a custody in another Temporal service, whose operator gave it the same deployment and namespace."""
     await lost(guarded)
     lease = f"{guarded.identity.storage}/custody/lease.json"
     place.leases[lease] = b'{"sequence": 1}'
     reaper = await reap(guarded.world)
-    await looked(place, 1)
-    await until(lambda: asyncio.sleep(0.2, True), "the first look is answered")
+    await between_the_looks(reaper)
     place.leases[lease] = b'{"sequence": 2}'
     done = await soon(reaper.result())
     assert (done.suspects, done.orphans) == (1, ())
@@ -317,7 +322,9 @@ async def test_a_custody_that_somebody_opens_first_makes_the_start_fail_harmless
 
 async def test_two_reapers_at_once_start_one_custody(guarded: Guarded, place: Place) -> None:
     await lost(guarded)
+    slow = guarded.world.script[names.RELEASE] = Hold()
     both = await asyncio.gather(reaped(guarded.world), reaped(guarded.world))
+    slow.go.set()
     handed_over = [each.handed_over for done in both for each in done.orphans]
     assert handed_over.count(True) == 1
     assert (await custodys_word(guarded.world)).cleanup == "clean"
@@ -342,16 +349,13 @@ async def test_a_run_that_lost_only_its_custody_is_told_and_ends(world: World, p
 # What may happen to it -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_its_worker_dies_between_the_looks_and_the_next_one_goes_on(
     guarded: Guarded, temporal: Temporal, place: Place
 ) -> None:
     await lost(guarded)
     reaper = await reap(guarded.world)
-
-    async def waits() -> bool:
-        return any(e.event_type == EventType.EVENT_TYPE_TIMER_STARTED for e in await events_of(reaper))
-
-    await until(waits, "the timer between the looks")
+    await between_the_looks(reaper)
     await temporal.stop_run_worker()
     await asyncio.sleep(1)
     await temporal.start_run_worker()
