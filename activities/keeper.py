@@ -24,7 +24,7 @@ CLOSING_LOOK_S: Final = 1.0
 """After release the run closes within seconds."""
 ASK: Final = timedelta(seconds=10)
 
-_STATUS: Final[dict[WorkflowExecutionStatus, RunStatus]] = {
+CLOSED: Final[dict[WorkflowExecutionStatus, RunStatus]] = {
     WorkflowExecutionStatus.COMPLETED: "completed",
     WorkflowExecutionStatus.FAILED: "failed",
     WorkflowExecutionStatus.CANCELED: "canceled",
@@ -67,7 +67,7 @@ class Keeper:
                 return "gone"
             heart.say(note=f"Temporal does not answer: {error.status.name}")
             return None
-        return _STATUS.get(told.status) if told.status else None
+        return CLOSED.get(told.status) if told.status else None
 
     async def _renew(self, order: KeepOrder, heart: Heart) -> None:
         """Renew after each answer of Temporal about custody, never past custody's deadline."""

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"lanyard {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("run", help="a worker against the configured Temporal service, until SIGTERM (the default)")
-    commands.add_parser("setup", help="prepare the namespace: search attributes; safe to repeat")
+    commands.add_parser("setup", help="prepare the namespace: the reaper's schedule, search attributes; safe to repeat")
     commands.add_parser("stack", help="embedded Temporal, S3 and a worker in the foreground, until Ctrl-C")
     demo = commands.add_parser("demo", help="one guarded run on the embedded stack, from start to verdict")
     demo.add_argument(
@@ -84,7 +84,8 @@ async def _run(options: argparse.Namespace) -> int:
         from worker.connect import connect
         from worker.setup import setup
 
-        for line in await setup(await connect(settings)):
+        deployment = settings.require_deployment()
+        async for line in setup(await connect(settings), deployment):
             print(line)
         return 0
     if options.command == "stack":

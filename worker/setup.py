@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Final
 
 from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest, ListSearchAttributesRequest
-from temporalio.client import Client
+from temporalio.client import (
+    Client,
+    Schedule,
+    ScheduleActionStartWorkflow,
+    ScheduleAlreadyRunningError,
+    ScheduleIntervalSpec,
+    ScheduleOverlapPolicy,
+    SchedulePolicy,
+    ScheduleSpec,
+    ScheduleUpdate,
+    ScheduleUpdateInput,
+)
 from temporalio.service import RPCError, RPCStatusCode
+
+from workflows.names import reaper_id
+from workflows.timeouts import RUN_QUEUE
 
 SEARCH_ATTRIBUTES: Final = (
     "LanyardPhase",
@@ -19,6 +35,14 @@ SEARCH_ATTRIBUTES: Final = (
 )
 """All keywords. SQL visibility has room for 10 in a namespace, so six is what one application may take."""
 
+REAPER_EVERY: Final = timedelta(minutes=5)
+"""What nobody guards is found within this, and is released after a second look two minutes later."""
+_NOT_PERMITTED: Final = (
+    RPCStatusCode.PERMISSION_DENIED,
+    RPCStatusCode.UNAUTHENTICATED,
+    RPCStatusCode.UNIMPLEMENTED,
+)
+
 _KEYWORD: Final = IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD
 
 
@@ -26,12 +50,55 @@ class SetupError(Exception):
     """The namespace could not be prepared; the message says what to do by hand."""
 
 
-async def setup(client: Client) -> list[str]:
-    """Prepare the client's namespace and say what was done, a line each. Raises SetupError."""
-    return await _register_search_attributes(client)
+async def setup(client: Client, deployment: str) -> AsyncIterator[str]:
+    """Prepare the client's namespace for this deployment, and say what was done, a line each. Raises SetupError."""
+    yield await _register_reaper(client, deployment)
+    yield await _register_search_attributes(client)
 
 
-async def _register_search_attributes(client: Client) -> list[str]:
+async def _register_reaper(client: Client, deployment: str) -> str:
+    """Create the reaper's schedule, or bring it up to date. When it runs, and whether it is paused, is a person's to
+    change, and is kept. Where schedules are not permitted everything else works without."""
+    name = reaper_id(deployment)
+    here = f"schedule {name} in namespace {client.namespace}"
+    wanted = Schedule(
+        action=ScheduleActionStartWorkflow(
+            "Reaper",
+            {"deployment": deployment},
+            id=name,
+            task_queue=RUN_QUEUE,
+            static_summary=f"finds what deployment {deployment} made and no custody guards",
+        ),
+        spec=ScheduleSpec(intervals=[ScheduleIntervalSpec(every=REAPER_EVERY)]),
+        policy=SchedulePolicy(
+            # Two at once would look at the same things twice; and where no worker is there, one waits, not hundreds.
+            overlap=ScheduleOverlapPolicy.SKIP,
+            # After an outage of Temporal the next look sees everything that the missed ones would have seen.
+            catchup_window=timedelta(minutes=1),
+        ),
+    )
+
+    def brought_up_to_date(found: ScheduleUpdateInput) -> ScheduleUpdate:
+        there = found.description.schedule
+        return ScheduleUpdate(Schedule(wanted.action, there.spec, wanted.policy, there.state))
+
+    try:
+        try:
+            await client.create_schedule(name, wanted)
+            return f"{here}: created, every {REAPER_EVERY.total_seconds() / 60:g} minutes"
+        except ScheduleAlreadyRunningError:
+            await client.get_schedule_handle(name).update(brought_up_to_date)
+            return f"{here}: brought up to date; its times are kept"
+    except RPCError as error:
+        if error.status in _NOT_PERMITTED:
+            return (
+                f"{here}: not permitted ({error.status.name}: {error.message}). Runs go on without it, guarded by "
+                "custody and lease; only what a lost custody leaves is not found. Have an operator run this setup"
+            )
+        raise SetupError(f"{here} could not be registered ({error.status.name}: {error.message}); try again") from error
+
+
+async def _register_search_attributes(client: Client) -> str:
     namespace = client.namespace
     try:
         listed = await client.operator_service.list_search_attributes(ListSearchAttributesRequest(namespace=namespace))
@@ -47,7 +114,7 @@ async def _register_search_attributes(client: Client) -> list[str]:
         )
     missing = [name for name in SEARCH_ATTRIBUTES if name not in known]
     if not missing:
-        return [f"search attributes in namespace {namespace}: all {len(SEARCH_ATTRIBUTES)} are there"]
+        return f"search attributes in namespace {namespace}: all {len(SEARCH_ATTRIBUTES)} are there"
     try:
         await client.operator_service.add_search_attributes(
             AddSearchAttributesRequest(namespace=namespace, search_attributes=dict.fromkeys(missing, _KEYWORD))
@@ -55,7 +122,7 @@ async def _register_search_attributes(client: Client) -> list[str]:
     except RPCError as error:
         if error.status != RPCStatusCode.ALREADY_EXISTS:  # another worker's setup came first
             raise SetupError(_by_hand(namespace, "search attributes cannot be added", error)) from error
-    return [f"search attributes in namespace {namespace}: added {', '.join(missing)}"]
+    return f"search attributes in namespace {namespace}: added {', '.join(missing)}"
 
 
 def _by_hand(namespace: str, what: str, error: RPCError) -> str:

@@ -181,7 +181,7 @@ class Stack:
                 group.create_task(self._bring_up(s3_service(self._home, self.addresses, credentials)))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        for line in await setup(await Client.connect(self.addresses.temporal)):
+        async for line in setup(await Client.connect(self.addresses.temporal), variables["LANYARD_DEPLOYMENT"]):
             self._say(line)
         await self._bring_up(self._make_worker(worker_environment(variables), self.addresses))
         write_private(self._home.env, shell_file(variables))

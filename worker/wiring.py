@@ -26,6 +26,7 @@ from activities.keeper import Keeper
 from activities.preflight import Preflight
 from activities.proof import Proving
 from activities.provision import Provision
+from activities.reaping import Reaping
 from activities.releasing import Releasing
 from activities.reporting import Reporting
 from activities.storage import Storage
@@ -38,6 +39,7 @@ from worker.setup import SEARCH_ATTRIBUTES
 from workflows.custody import Custody
 from workflows.evidence import Deployment
 from workflows.guarded_train import GuardedTrain
+from workflows.reaper import Reaper
 from workflows.timeouts import RELEASE_QUEUE, RUN_QUEUE, WATCH_QUEUE
 
 LAUNCH_THREADS: Final = 16
@@ -84,7 +86,7 @@ async def run_worker(settings: Settings) -> None:
             Worker(
                 client,
                 task_queue=RUN_QUEUE,
-                workflows=[GuardedTrain, Custody],
+                workflows=[GuardedTrain, Custody, Reaper],
                 activities=[
                     preflight.orient,
                     preflight.preflight,
@@ -119,7 +121,11 @@ async def run_worker(settings: Settings) -> None:
             Worker(
                 client,
                 task_queue=RELEASE_QUEUE,
-                activities=[Releasing(storage, providers, release_threads).release, reporting.report_unspoken],
+                activities=[
+                    Releasing(storage, providers, release_threads).release,
+                    Reaping(client, storage, providers, deployment, release_threads).sweep,
+                    reporting.report_unspoken,
+                ],
                 max_concurrent_activities=200,
                 max_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,
                 default_heartbeat_throttle_interval=HEARTBEAT_THROTTLE,

@@ -4,6 +4,8 @@ A run starts its custody first, as a child that the server cancels when the run 
 mutating activity sends right before it touches anything; once release began, no claim is accepted. Release begins on
 whichever comes first: the run asks, the run closes, the keeper sees that exact run closed, or custody's own deadline
 passes. It ends when the absence of everything claimed was proved twice, for as long as that takes.
+
+The reaper starts it too, for what a custody that is gone has left: with the claims it found, to be released at once.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ class Custody:
     @workflow.init
     def __init__(self, *told: Any) -> None:
         self._order, self._refusal = _understood(told)
-        self._claims: dict[str, Claim] = {}
-        self._windows: dict[str, dict[str, float]] = {}
+        self._claims = {claim.id: claim for claim in self._order.claims}
+        self._windows = {claim.id: {claim.attempt: claim.may_appear_until} for claim in self._order.claims}
         self._deadline = self._order.deadline
-        self._due: str | None = self._refusal or None
+        self._due: str | None = self._refusal or self._order.due or None
         self._keeper: asyncio.Task[None] | None = None
         self._record: Release | None = None
         self._struggle = ""

@@ -28,6 +28,8 @@ class Identity(Frozen):
     run_key: str
     custody_id: str
     deployment: str
+    namespace: str = ""
+    """Temporal's. Empty in what was recorded before it was part of the mark."""
     storage: str
     """The run's own root: `<storage.uri>/<run_key>`."""
 
@@ -84,6 +86,28 @@ class HostsOrder(Frozen):
     lease_s: float
     not_after_s: float
     """Hard end of every hosting service, counted from its start."""
+
+
+class Mark(Frozen):
+    """What everything that a provider creates carries: whose it is, and the order by which it is released."""
+
+    schema_version: Literal[1] = 1
+    context: str
+    """Where it was created, as in its claims."""
+    hosts: HostsOrder
+
+
+class Inventory(Frozen):
+    """Everything a provider has now, what is half-made or half-released included. What was released whole is not in
+    it."""
+
+    marked: tuple[Mark, ...] = ()
+    unmarked: tuple[str, ...] = ()
+    """What carries no mark, by name: nobody's, as far as can be told."""
+    unreadable: tuple[str, ...] = ()
+    """What cannot be told, and why. Unknown is not absent."""
+    left_out: int = 0
+    """How many more there are than were asked for."""
 
 
 class HostFacts(Frozen):
@@ -328,13 +352,17 @@ class Release(Frozen):
 
 
 class CustodyOrder(Frozen):
-    """What custody guards. Starts with nothing claimed."""
+    """What custody guards. A run's starts with nothing claimed."""
 
     identity: Identity
     hosts: HostsOrder
     deadline: float
     """Absolute; `extend` moves it. Release begins then at the latest, also when the run is stuck."""
     search_attributes: tuple[str, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    """What is held to begin with: an orphan's, handed over by the reaper."""
+    due: str = ""
+    """Why release begins at once; empty where it does not."""
 
 
 class KeepOrder(Frozen):
@@ -369,6 +397,70 @@ class UnspokenOrder(Frozen):
     hosts: HostsOrder
     status: Literal["terminated", "timed_out"]
     release: Release
+
+
+class ReaperOrder(Frozen):
+    """Find what nobody guards any more. The same order is given to the reaper and to each of its sweeps."""
+
+    deployment: str
+    """Whose marks count. A worker of another deployment refuses the order."""
+
+
+class Suspect(Frozen):
+    """Something of this deployment whose custody is not open, in one look."""
+
+    hosts: HostsOrder
+    claims: tuple[Claim, ...]
+    """What is to be released, last first."""
+    custody: str
+    """`absent`, or how it closed."""
+    custody_run_id: str = ""
+    """Which execution of custody closed."""
+    lease: str = ""
+    """A fingerprint of its lease. While that changes, somebody renews it."""
+
+
+class Sweep(Frozen):
+    """One look: inventory first, then the custody of each thing that carries this deployment's mark."""
+
+    found: int
+    """Things with this deployment's mark, made here."""
+    held: int
+    """Of these, with an open custody."""
+    suspects: tuple[Suspect, ...]
+    foreign: int
+    """Things with another's mark, or none: never touched."""
+    unreadable: int
+    left_out: int
+    """Beyond the bounds of one look: for the next."""
+    notes: tuple[str, ...]
+    """The first few of what is foreign or unreadable, a line each."""
+    search_attributes: tuple[str, ...]
+    """Which of ours the namespace knows, for the custody that is started."""
+
+
+class Orphan(Frozen):
+    """Something whose custody was not open on two looks."""
+
+    custody_id: str
+    custody: str
+    """As in `Suspect`."""
+    handed_over: bool
+    """Whether custody was started for it; False where somebody else's start came first."""
+
+
+class Reaped(Frozen):
+    """What the reaper found, and what it did."""
+
+    found: int
+    held: int
+    suspects: int
+    """Without an open custody at the first look."""
+    orphans: tuple[Orphan, ...]
+    foreign: int
+    unreadable: int
+    left_out: int
+    notes: tuple[str, ...]
 
 
 class Phase(Frozen):

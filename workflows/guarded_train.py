@@ -133,6 +133,7 @@ class GuardedTrain:
             run_key=key,
             custody_id=custody_id(key),
             deployment="",
+            namespace=info.namespace,
             storage=run_root(spec.storage.uri, key),
         )
         # Known before anything can fail, so that every ending has a verdict.

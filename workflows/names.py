@@ -24,6 +24,11 @@ def custody_id(key: str) -> str:
     return f"custody-{key}"
 
 
+def reaper_id(deployment: str) -> str:
+    """Id of the deployment's reaper: of its schedule, and the stem of its executions' workflow ids."""
+    return f"reaper-{deployment}"
+
+
 def submission_id(key: str, part: str) -> str:
     """Submission id of one of the run's Ray Jobs; `part` is `train`, `parity` or `strike`."""
     return f"{key}-{part}"

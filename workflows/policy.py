@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workflows.evidence import Commit, NotApplicable
+from workflows.evidence import Claim, Commit, NotApplicable, Suspect, Sweep
 
 MILESTONES = 8
 """How often a watch returns by progress alone. Bounds the history whatever a run's length (design: at most 20)."""
@@ -47,6 +47,26 @@ def lease_renewal_s(lease_s: float) -> float:
 def custody_deadline(now: float, run_s: float, teardown_s: float) -> float:
     """Custody's own absolute deadline: the run's limit and its teardown, counted from the run's start."""
     return now + run_s + teardown_s
+
+
+def orphans(first: Sweep, second: Sweep) -> tuple[Suspect, ...]:
+    """What nobody guards: the same suspect on both looks. Where its custody or its lease changed in between, somebody
+    is at work, and the next sweep looks again."""
+
+    def same(suspect: Suspect) -> tuple[str, ...]:
+        return (suspect.hosts.identity.custody_id, suspect.custody, suspect.custody_run_id, suspect.lease)
+
+    before = {same(suspect) for suspect in first.suspects}
+    return tuple(suspect for suspect in second.suspects if same(suspect) in before)
+
+
+def handed_over(suspect: Suspect, closed_by: float) -> tuple[Claim, ...]:
+    """An orphan's claims for its new custody. The old one accepted none after `closed_by`, when it was seen to be
+    absent or closed, so what was claimed last may appear until the windows from then on have passed."""
+    return tuple(
+        claim.model_copy(update={"may_appear_until": closed_by + claim.send_window_s + claim.longest_request_s})
+        for claim in suspect.claims
+    )
 
 
 def not_proved(distinct_hosts: int, distinct_nodes: int, world_size: int, workload: str) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ from temporalio import workflow
 from temporalio.common import SearchAttributeKey, SearchAttributeUpdate
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError
 
-from workflows.evidence import Claim, CustodyOrder, Outcome, Release, WatchResult
+from workflows.evidence import Claim, CustodyOrder, Orphan, Outcome, Reaped, Release, Sweep, WatchResult
+from workflows.explain import plain
 from workflows.progress import Progress
 
 
@@ -91,6 +92,43 @@ def custody_details(
     if record:
         lines += ["", "| release step | on | result |", "|---|---|---|"]
         lines += [f"| {s.action} | `{s.claim}` | {'ok' if s.ok else 'failed'}: {s.detail} |" for s in record.steps]
+    return "\n".join(lines)
+
+
+def reaped(first: Sweep, last: Sweep, orphans: tuple[Orphan, ...]) -> Reaped:
+    """What the reaper knows after its last look."""
+    return Reaped(
+        suspects=len(first.suspects),
+        orphans=orphans,
+        **last.model_dump(include={"found", "held", "foreign", "unreadable", "left_out", "notes"}),
+    )
+
+
+def reaper_details(found: Reaped, state: str) -> str:
+    """The reaper's page: what was found, what was handed over, what cannot be told."""
+    lines = [
+        f"### {state}",
+        "",
+        "Looks for what this deployment made and no custody guards. What has no open custody on two looks is given "
+        "one, which releases it. What carries another mark, or none, is never touched.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| with this deployment's mark | {found.found} |",
+        f"| guarded by an open custody | {found.held} |",
+        f"| not guarded at the first look | {found.suspects} |",
+        f"| not guarded at both looks | {len(found.orphans)} |",
+        f"| another's, or without a mark | {found.foreign} |",
+        f"| cannot be read: not touched | {found.unreadable} |",
+        f"| left for the next time | {found.left_out} |",
+    ]
+    if found.orphans:
+        lines += ["", "| custody | was | now |", "|---|---|---|"]
+        for each in found.orphans:
+            now = "started by the reaper, releases" if each.handed_over else "open already"
+            lines.append(f"| `{each.custody_id}` | {each.custody} | {now} |")
+    if found.notes:
+        lines += ["", *(f"- {plain(each, 400)}" for each in found.notes)]
     return "\n".join(lines)
 
 

@@ -32,6 +32,11 @@ VERIFY = timedelta(minutes=60)
 """Downloading and checking the artifacts of a long run."""
 RELEASE_ATTEMPT = timedelta(minutes=30)
 """One attempt at a whole release, both proofs of absence and the wait between them included."""
+SWEEP = timedelta(minutes=10)
+"""Reading an inventory and asking for thousands of custodies; a cloud's API may take its time."""
+BETWEEN_LOOKS = timedelta(minutes=2)
+"""What looks like an orphan is looked at again after this. A custody that is just closing has then released, and a
+lease that anybody keeps has been renewed (at most a minute apart, `policy.lease_renewal_s`)."""
 REPORT = timedelta(minutes=3)
 """Writing the report; a run is not held up for longer by a storage that is gone."""
 

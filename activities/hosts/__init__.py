@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from activities.jobs import Endpoint
-from workflows.evidence import Claim, Hosts, HostsOrder, StepTaken
+from workflows.evidence import Claim, Hosts, HostsOrder, Inventory, StepTaken
 
 Progress = Callable[[str], None]
 """Says what is going on (a heartbeat). Raises when the activity was cancelled."""
@@ -80,5 +80,14 @@ class HostsProvider(Protocol):
         """What of `claim` is still there, exactly; an empty list proves absence at this moment.
 
         Raises WrongContext or AbsenceUnknown when it cannot be told.
+        """
+        ...
+
+    def inventory(self, limit: int) -> Inventory:
+        """Everything there is now, half-made and half-released things included, with the mark that each carries; at
+        most `limit` of a kind. What was released whole is left out. Changes nothing.
+
+        Everything that `launch` creates carries a `Mark`, written before anything that costs or runs. Raises
+        AbsenceUnknown when nothing can be told.
         """
         ...

@@ -6,7 +6,7 @@ import ipaddress
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,26 @@ class Marked:
 
     def __str__(self) -> str:
         return f"process {self.process.pid} (started at tick {self.process.start_time}): {self.command[:100]}"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the kernel shows of a process that may be of some run."""
+
+    process: Process
+    marks: frozenset[bytes] = frozenset()
+    """Run keys in its environment."""
+    works_in: str = ""
+    """Its working directory, where its environment is not there any more."""
+    hidden: str = ""
+    """Why it cannot be looked at."""
+
+
+def sights() -> list[Sight]:
+    """One look at every running process that may be of some run. What hides comes last: it only counts where nothing
+    else tells."""
+    seen = (_sight(each) for each in every_process() if each.running)
+    return sorted((each for each in seen if each), key=lambda each: bool(each.hidden))
 
 
 @dataclass(frozen=True)
@@ -49,13 +69,17 @@ class Census:
         it could be one. Other users' processes cannot be ours.
         """
         everything = {process.pid: process for process in every_process() if process.running}
-        found = {process.pid for process in everything.values() if self._is_ours(process)}
+        found = {pid for pid, process in everything.items() if (seen := _sight(process)) and self._is_ours(seen)}
         grown = True
         while grown:
             children = {each.pid for each in everything.values() if each.parent in found} - found
             found |= children
             grown = bool(children)
         return [Marked(everything[pid], _command(pid)) for pid in sorted(found)]
+
+    def own(self, seen: Iterable[Sight]) -> bool:
+        """Whether one of these is the run's. Raises AbsenceUnknown as `take` does."""
+        return any(self._is_ours(each) for each in seen)
 
     def end_all(
         self, first: list[Process], progress: Callable[[str], None], *, patience_s: float, limit_s: float
@@ -92,27 +116,38 @@ class Census:
             progress(f"killing {len(left)} processes that were left over, {len(ending)} have not ended yet")
             time.sleep(0.1)
 
-    def _is_ours(self, process: Process) -> bool:
-        place = Path(f"/proc/{process.pid}")
-        me = os.geteuid()
-        try:
-            if me not in (0, place.stat().st_uid):
-                return False
-            environ = (place / "environ").read_bytes().split(b"\0")
-            if f"{CUSTODY_MARK}={self.run_key}".encode() in environ:
-                return True
-            if any(entry.startswith(b"PATH=") for entry in environ):
-                return False
-            # No environment left to ask, as with kernel threads, which work in /.
-            works_in = str((place / "cwd").readlink())
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        except PermissionError as error:
+    def _is_ours(self, seen: Sight) -> bool:
+        if seen.hidden:
+            process = seen.process
             older = self.since_tick is None or process.start_time < self.since_tick
             if older or not is_alive(process.pid, process.start_time):
                 return False
-            raise AbsenceUnknown(f"process {process.pid} cannot be looked at: {error}") from error
-        return any(works_in == each or works_in.startswith((f"{each}/", f"{each} (")) for each in self.places)
+            raise AbsenceUnknown(f"process {process.pid} cannot be looked at: {seen.hidden}")
+        at = seen.works_in
+        return self.run_key.encode() in seen.marks or any(
+            at == each or at.startswith((f"{each}/", f"{each} (")) for each in self.places
+        )
+
+
+def _sight(process: Process) -> Sight | None:
+    """None for one that is gone, is another user's, or has an environment without a mark."""
+    place = Path(f"/proc/{process.pid}")
+    me = os.geteuid()
+    try:
+        if me not in (0, place.stat().st_uid):
+            return None
+        environ = (place / "environ").read_bytes().split(b"\0")
+        prefix = f"{CUSTODY_MARK}=".encode()
+        if marks := frozenset(entry[len(prefix) :] for entry in environ if entry.startswith(prefix)):
+            return Sight(process, marks=marks)
+        if any(entry.startswith(b"PATH=") for entry in environ):
+            return None
+        # No environment left to ask, as with kernel threads, which work in /.
+        return Sight(process, works_in=str((place / "cwd").readlink()))
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    except PermissionError as error:
+        return Sight(process, hidden=str(error))
 
 
 def listeners(addresses: list[str]) -> list[str]:

@@ -2,10 +2,11 @@
 
 The same service that a rented host runs. One machine stays one machine: what runs here is never evidence of two.
 
-Everything of a run lies under `<home>/hosts/<run key>/`: `plan.json` (addresses and ports, written once by whoever
-comes first), each host's order, token and log, and each host's private directory `<index>/`, which the service itself
-creates. That creation is what decides between two launches at once: the second service finds the directory and
-refuses. After release, orders and tokens are gone, and states and bounded logs stay as evidence.
+Everything of a run lies under `<home>/hosts/<run key>/`: first of all `mark.json` (whose it is), then `plan.json`
+(addresses and ports, written once by whoever comes first), each host's order, token and log, and each host's private
+directory `<index>/`, which the service itself creates. That creation is what decides between two launches at once: the
+second service finds the directory and refuses. After release, orders and tokens are gone, and states and bounded logs
+stay as evidence.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from activities.hosts import (
     proof,
 )
 from activities.hosts import plan as plans
-from activities.hosts.census import Census, listeners
+from activities.hosts.census import Census, Sight, listeners, sights
+from activities.hosts.marks import read_mark, write_mark
 from activities.jobs import Endpoint
 from activities.token import run_token
 from trainer import environment
@@ -51,7 +53,7 @@ from trainer.private import (
 from trainer.processes import Process, is_alive, look_up
 from trainer.ray_node import CUSTODY_MARK
 from trainer.supervision import read_tail
-from workflows.evidence import Claim, ClaimKind, Hosts, HostsOrder, StepTaken
+from workflows.evidence import Claim, ClaimKind, Hosts, HostsOrder, Inventory, Mark, StepTaken
 
 SOURCE = Path(environment.__file__).parents[1]
 """The directory that holds the `trainer` package."""
@@ -163,7 +165,7 @@ class LocalHosts:
             raise HostsFailed(f"{CUSTODY_MARK} is set in the worker's environment; start the worker outside of any run")
         directory = self._directory(order)
         try:
-            self._make_directory(directory)
+            self._make_directory(order)
             with _locked(directory, LOCK_WAIT_S):
                 if (directory / "released").exists():
                     raise HostsFailed(f"{order.identity.run_key} was released on this machine; start a new run")
@@ -233,7 +235,7 @@ class LocalHosts:
         try:
             # Also where nothing was launched yet: a launch that is still to come, or under way, finds the mark and
             # starts nothing more. It is not waited for long.
-            self._make_directory(directory)
+            self._make_directory(order)
             write_private_file(directory / "released", b"")
             with contextlib.suppress(HostsNotReady), _locked(directory, LAUNCH_PATIENCE_S):
                 pass
@@ -269,19 +271,46 @@ class LocalHosts:
         if claim.kind == "cluster" and plan is not None:
             found += listeners(list(plan.addresses))
             found += [f"directory {each}" for each in plan.directories if os.path.lexists(each)]
-            try:
-                names = [each.name for each in self._directory(order).iterdir()]
-            except OSError as error:
-                raise AbsenceUnknown(f"{self._directory(order)} cannot be read: {error}") from error
-            found += [f"file {self._directory(order) / each}" for each in sorted(names) if _secret_file(each)]
+            found += [f"file {each}" for each in _secrets(self._directory(order))]
         return found
+
+    def inventory(self, limit: int) -> Inventory:
+        """See `HostsProvider.inventory`. What is here is the directories of runs, and what runs is theirs."""
+        try:
+            directories = sorted((self._home / "hosts").iterdir())
+        except FileNotFoundError:
+            return Inventory()
+        except OSError as error:
+            raise AbsenceUnknown(f"{self._home / 'hosts'} cannot be read: {error}") from error
+        processes = sights()
+        marked: list[Mark] = []
+        unmarked: list[str] = []
+        unreadable: dict[str, None] = {}
+        for directory in directories:
+            try:
+                check_private_directory(directory)
+                if _is_over(directory, processes):
+                    continue
+                if mark := read_mark(directory):
+                    marked.append(mark)
+                else:
+                    unmarked.append(str(directory))
+            except (NotPrivate, AbsenceUnknown) as error:
+                unreadable[str(error)] = None  # a process that hides is told once, not for each run it could be of
+        return Inventory(
+            marked=tuple(marked[:limit]),
+            unmarked=tuple(unmarked[:limit]),
+            unreadable=tuple(unreadable)[:limit],
+            left_out=sum(max(0, len(each) - limit) for each in (marked, unmarked, unreadable)),
+        )
 
     # -- the run's directory on this machine
 
     def _directory(self, order: HostsOrder) -> Path:
         return self._home / "hosts" / order.identity.run_key
 
-    def _make_directory(self, directory: Path) -> None:
+    def _make_directory(self, order: HostsOrder) -> None:
+        directory = self._directory(order)
         for each in (self._home, self._home / "hosts"):
             with contextlib.suppress(FileExistsError):
                 each.mkdir(mode=0o700, parents=True)
@@ -291,11 +320,10 @@ class LocalHosts:
             if not os.path.lexists(directory):
                 raise
             check_private_directory(directory)  # an earlier launch made it, or it is what it must not be
+        write_mark(directory, Mark(context=self.context(), hosts=order))
 
     def _census(self, order: HostsOrder, plan: plans.Plan | None) -> Census:
-        outside = [str(each) for each in plan.directories] if plan else []
-        places = (str(self._directory(order)), *outside)
-        return Census(order.identity.run_key, places, plan.since if plan else None)
+        return _census_of(self._directory(order), plan)
 
     # -- services
 
@@ -444,6 +472,30 @@ class LocalHosts:
 
 def _secret_file(name: str) -> bool:
     return name.endswith((".token", ".order.json")) or name == "token"
+
+
+def _secrets(directory: Path) -> list[Path]:
+    """Orders and tokens in a run's directory. Raises AbsenceUnknown."""
+    try:
+        return sorted(each for each in directory.iterdir() if _secret_file(each.name))
+    except OSError as error:
+        raise AbsenceUnknown(f"{directory} cannot be read: {error}") from error
+
+
+def _is_over(directory: Path, processes: Sequence[Sight]) -> bool:
+    """Whether the run that has this directory was released and nothing of it is left. Raises AbsenceUnknown."""
+    if not os.path.lexists(directory / "released"):
+        return False
+    plan = plans.read_plan(directory)
+    if _secrets(directory) or any(os.path.lexists(each) for each in (plan.directories if plan else [])):
+        return False
+    return not _census_of(directory, plan).own(processes)
+
+
+def _census_of(directory: Path, plan: plans.Plan | None) -> Census:
+    """How the processes of the run that has this directory are told."""
+    outside = [str(each) for each in plan.directories] if plan else []
+    return Census(directory.name, (str(directory), *outside), plan.since if plan else None)
 
 
 @contextlib.contextmanager

@@ -31,6 +31,10 @@ class Providers:
             )
         return found
 
+    def every(self) -> list[HostsProvider]:
+        """All of them, by name."""
+        return [self._providers[name] for name in sorted(self._providers)]
+
 
 @asynccontextmanager
 async def reach(providers: Providers, order: HostsOrder) -> AsyncIterator[Endpoint]:

@@ -11,6 +11,7 @@ IDENTITY = Identity(
     run_key="w-0123456789",
     custody_id="custody-w-0123456789",
     deployment="tests",
+    namespace="default",
     storage="s3://bucket/runs/w-0123456789",
 )
 HOSTS = HostsOrder(identity=IDENTITY, provider="local", count=2, device="cpu", lease_s=120.0, not_after_s=600.0)

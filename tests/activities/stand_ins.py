@@ -19,7 +19,7 @@ from activities.jobs import Endpoint
 from activities.storage import Fetched, StorageError
 from tests.activities.jobs_api import TOKEN
 from tests.activities.sample_run import MemoryStorage
-from workflows.evidence import Claim, ClaimKind, Hosts, HostsOrder, StepTaken
+from workflows.evidence import Claim, ClaimKind, Hosts, HostsOrder, Inventory, StepTaken
 
 NOWHERE = "http://127.0.0.1:9"
 """Nothing listens there."""
@@ -74,7 +74,8 @@ class HostsStandIn:
         self.there: dict[str, list[str]] = {}
         self.problems: list[str] = []
         self.failing: dict[str, Exception] = {}
-        """What is raised, by `release <claim>`, `remaining <claim>`, `endpoint` or `prove`."""
+        """What is raised, by `release <claim>`, `remaining <claim>`, `endpoint`, `prove` or `inventory`."""
+        self.has = Inventory()
         self.after: Callable[[str], None] = lambda done: None
 
     def providers(self) -> Providers:
@@ -96,6 +97,13 @@ class HostsStandIn:
     def prove(self, order: HostsOrder, progress: Progress) -> Hosts:
         self._do("prove")
         return Hosts(provider=self.name, context=self.context(), cluster="c", hosts=())
+
+    def claims(self, order: HostsOrder) -> list[Claim]:
+        return [claim("cluster", order.identity.run_key)]
+
+    def inventory(self, limit: int) -> Inventory:
+        self._do("inventory")
+        return self.has
 
     def release(self, claim: Claim, order: HostsOrder, progress: Progress) -> StepTaken:
         self._do(f"release {claim.id}")

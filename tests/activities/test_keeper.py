@@ -14,7 +14,7 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities import heartbeat, keeper
-from activities.keeper import _STATUS, Keeper
+from activities.keeper import CLOSED, Keeper
 from tests.activities.orders import IDENTITY
 from tests.activities.stand_ins import Objects, environment
 from workflows.evidence import KeepOrder, RunClosed
@@ -274,4 +274,4 @@ async def test_the_renewal_ends_with_the_keeper() -> None:
 
 def test_each_closed_status_has_a_name() -> None:
     """One that is not known counts as open, which keeps hosts until custody's deadline: be told when there is one."""
-    assert {each.name for each in WorkflowExecutionStatus} - {each.name for each in _STATUS} <= {"RUNNING", "PAUSED"}
+    assert {each.name for each in WorkflowExecutionStatus} - {each.name for each in CLOSED} <= {"RUNNING", "PAUSED"}

@@ -28,6 +28,7 @@ IDENTITY = Identity(
     run_key=KEY,
     custody_id=f"custody-{KEY}",
     deployment="here",
+    namespace="default",
     storage=ROOT,
 )
 HERE = Deployment(deployment="here", search_attributes=(), secret_fingerprint="0123", application_source="s")
@@ -87,6 +88,7 @@ async def test_a_run_that_can_go_is_cleared_and_leaves_its_mark_alone() -> None:
         "workflow_id": "mine",
         "run_id": "0199aa54-second",
         "deployment": "here",
+        "namespace": "default",
     }
 
 

@@ -230,6 +230,23 @@ class Stack:
                 return Started(found["workflowId"], found["runId"], run.namespace)
         raise AssertionError(f"{run} has started no custody")
 
+    def reap(self) -> None:
+        """Have the reaper look now. Where one is under way, which only the first seconds of every fifth minute can
+        bring, that one looks."""
+        self.cli("schedule", "trigger", "--schedule-id", f"reaper-{self.env['LANYARD_DEPLOYMENT']}")
+
+    def reopened(self, custody: Started, quiet_s: float) -> Started:
+        """The next execution of this custody's id, once there is one."""
+        found = [custody.run_id]
+
+        def another() -> bool:
+            told = self.asked("workflow", "describe", "--workflow-id", custody.workflow_id)
+            found.append(told["workflowExecutionInfo"]["execution"]["runId"])
+            return found[-1] != custody.run_id
+
+        self._until(another, quiet_s, f"{custody.workflow_id} is started again", custody)
+        return Started(custody.workflow_id, found[-1], custody.namespace)
+
     def key_of(self, run: Started) -> str:
         return self.custody(run).workflow_id.removeprefix("custody-")
 

@@ -35,7 +35,7 @@ def test_the_schema_is_json_and_names_its_dialect() -> None:
 
 
 def test_a_service_that_does_not_answer_is_named_in_one_line() -> None:
-    done = worker("setup", TEMPORAL_ADDRESS="127.0.0.1:9")
+    done = worker("setup", TEMPORAL_ADDRESS="127.0.0.1:9", LANYARD_DEPLOYMENT="tests")
     assert done.returncode == 1
     assert "127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
@@ -46,6 +46,12 @@ def test_a_setting_that_cannot_be_used_exits_2_with_its_name() -> None:
     assert done.returncode == 2
     assert "LANYARD_DEPLOYMENT" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_setup_without_a_deployment_says_which_setting_is_missing() -> None:
+    done = worker("setup", TEMPORAL_ADDRESS="127.0.0.1:9")
+    assert done.returncode == 2
+    assert "LANYARD_DEPLOYMENT is not set" in done.stderr
 
 
 def test_a_demo_without_its_file_says_how_to_name_one() -> None:

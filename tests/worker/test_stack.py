@@ -48,6 +48,7 @@ def test_two_stacks_run_side_by_side_and_a_shell_becomes_a_client_of_either(make
         assert each.shell('echo "$LANYARD_HOME"') == str(each.home.root)
         assert each.shell("temporal operator cluster health") == "SERVING"
         assert each.shell("temporal operator search-attribute list | grep -c Lanyard") == "6"
+        assert '"Reaper"' in each.shell('temporal schedule describe --schedule-id "reaper-$LANYARD_DEPLOYMENT" -o json')
         listing = 'import boto3; print(boto3.client("s3").list_objects_v2(Bucket="lanyard")["Contents"][0]["Key"])'
         assert each.shell(f"python -c '{listing}'") == "a/b"
     assert one.shell('echo "$LANYARD_DEPLOYMENT"') != two.shell('echo "$LANYARD_DEPLOYMENT"')

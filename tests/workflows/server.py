@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final
 
@@ -10,12 +11,16 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-from tests.workflows.stand_ins import StandIns
+from activities.hosts.reach import Providers
+from activities.reaping import Reaping
+from tests.workflows.stand_ins import Place, StandIns
 from workflows import timeouts
 from workflows.custody import Custody
+from workflows.evidence import Deployment
 from workflows.guarded_train import GuardedTrain
+from workflows.reaper import Reaper
 
-WORKFLOWS: Final[list[type]] = [GuardedTrain, Custody]
+WORKFLOWS: Final[list[type]] = [GuardedTrain, Custody, Reaper]
 THROTTLE: Final = timedelta(milliseconds=100)
 
 
@@ -25,6 +30,7 @@ class Temporal:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.stand_ins = StandIns(client)
+        self.place = Place()
         self._run_worker: Worker | None = None
 
     def _worker(self, queue: str, activities: list[Callable[..., Any]], workflows: list[type]) -> Worker:
@@ -53,8 +59,15 @@ class Temporal:
     def others(self) -> list[Worker]:
         return [
             self._worker(timeouts.WATCH_QUEUE, self.stand_ins.of_the_watch_queue(), []),
-            self._worker(timeouts.RELEASE_QUEUE, self.stand_ins.of_the_release_queue(), []),
+            self._worker(timeouts.RELEASE_QUEUE, [*self.stand_ins.of_the_release_queue(), self._reaping().sweep], []),
         ]
+
+    def _reaping(self) -> Reaping:
+        place: Any = self.place
+        deployment = Deployment(
+            deployment="test", search_attributes=(), secret_fingerprint="f" * 16, application_source="a" * 64
+        )
+        return Reaping(self.client, place, Providers({"local": place}), deployment, ThreadPoolExecutor(2))
 
 
 def runner() -> SandboxedWorkflowRunner:

@@ -30,6 +30,7 @@ from temporalio.common import RawValue
 from temporalio.exceptions import ApplicationError, CancelledError
 
 from activities.custody import claimed
+from activities.storage import Fetched
 from workflows import activity_names as names
 from workflows.evidence import (
     Artifacts,
@@ -44,8 +45,10 @@ from workflows.evidence import (
     Hosts,
     HostsOrder,
     Identity,
+    Inventory,
     JobOrder,
     KeepOrder,
+    Mark,
     Placement,
     PreflightOrder,
     Proof,
@@ -238,6 +241,10 @@ class World:
                 self.touched.append(wanted.id)
 
 
+async def nothing_first() -> None:
+    """What happens before a lease is read, usually."""
+
+
 def a_claim(identity: Identity, kind: ClaimKind = "job", name: str = "job", **changes: Any) -> Claim:
     """A claim as the local provider makes it, with windows short enough for a test."""
     return Claim(
@@ -250,6 +257,42 @@ def a_claim(identity: Identity, kind: ClaimKind = "job", name: str = "job", **ch
         send_window_s=30.0,
         longest_request_s=5.0,
     ).model_copy(update=changes)
+
+
+@dataclass
+class Place:
+    """A hosts provider as the reaper sees it: what lies there, of which world, and what else is found. The reaper's
+    own activity is the real one."""
+
+    name: str = "local"
+    there: list[tuple[World, Mark]] = field(default_factory=list)
+    unmarked: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    looks: int = 0
+    leases: dict[str, bytes] = field(default_factory=dict)
+    before_a_lease: Callable[[], Awaitable[None]] = field(default=nothing_first)
+    """Awaited when a look asks for a lease: after its inventory was read and the custody described."""
+
+    def context(self) -> str:
+        return "test"
+
+    def claims(self, order: HostsOrder) -> list[Claim]:
+        return [a_claim(order.identity, "cluster", order.identity.run_key)]
+
+    def inventory(self, limit: int) -> Inventory:
+        self.looks += 1
+        left = [mark for world, mark in self.there if f"cluster/{mark.hosts.identity.run_key}" in world.exists]
+        return Inventory(marked=tuple(left[:limit]), unmarked=self.unmarked, unreadable=self.unreadable)
+
+    def put(self, world: World, hosts: HostsOrder) -> None:
+        """Hosts of this order are there, with their mark."""
+        world.exists.add(f"cluster/{hosts.identity.run_key}")
+        self.there.append((world, Mark(context="test", hosts=hosts)))
+
+    async def get(self, uri: str) -> Fetched | None:
+        """Storage: leases alone."""
+        await self.before_a_lease()
+        return Fetched(self.leases[uri], "") if uri in self.leases else None
 
 
 # The activities ------------------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class Guarded:
     run: WorkflowHandle[Any, Any]
     custody: WorkflowHandle[Custody, Release]
     identity: Identity
+    hosts: HostsOrder
 
     async def claim(self, kind: Any = "cluster", name: str = "c", **changes: Any) -> Claim:
         wanted = a_claim(self.identity, kind, name, **changes)
@@ -80,13 +81,14 @@ async def guard(world: World, *, lasts_s: float = 3600.0, queue: str = NOBODY) -
         run_key=world.key,
         custody_id=custody_id(world.key),
         deployment="test",
+        namespace=world.client.namespace,
         storage=run_root("s3://lanyard/runs", world.key),
     )
     hosts = HostsOrder(identity=identity, provider="local", count=2, device="cpu", lease_s=3600, not_after_s=7200)
     order = CustodyOrder(identity=identity, hosts=hosts, deadline=time.time() + lasts_s)
     custody = await world.client.start_workflow(Custody.run, order, id=identity.custody_id, task_queue=RUN_QUEUE)
     run = world.client.get_workflow_handle(world.workflow_id, run_id=world.first_run_id)
-    return Guarded(world, run, custody, identity)
+    return Guarded(world, run, custody, identity, hosts)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -297,6 +299,30 @@ async def test_a_release_asked_for_in_any_form_is_done(guarded: Guarded, inputs:
     await guarded.claim()
     await guarded.custody.signal("release", args=inputs)
     assert (await guarded.word()).cleanup == "clean"
+
+
+async def test_handed_claims_to_begin_with_it_releases_them_at_once_and_accepts_no_more(world: World) -> None:
+    first = await guard(world)
+    await first.custody.terminate()
+    held = a_claim(first.identity, "cluster", "c", attempt="3.1", may_appear_until=time.time() + 60)
+    order = CustodyOrder(
+        identity=first.identity, hosts=first.hosts, deadline=time.time(), claims=(held,), due="found by the reaper"
+    )
+    world.exists.add(held.id)
+    slow = world.script[names.RELEASE] = Hold()
+    custody = await world.client.start_workflow(Custody.run, order, id=first.identity.custody_id, task_queue=RUN_QUEUE)
+    await soon(slow.reached.wait())
+    guarded = Guarded(world, first.run, custody, first.identity, first.hosts)
+    assert "custody is releasing (found by the reaper)" in await guarded.refused(name="late")
+    # A launch that was under way when the first custody was lost settles with this one.
+    await custody.signal("settle", args=[held.id, "3.2"])
+    assert [c.may_appear_until for c in await custody.query(Custody.claims)] == [held.may_appear_until]
+    slow.go.set()
+    record = await guarded.word()
+    assert (record.reason, [c.id for c in record.claims]) == ("found by the reaper", [held.id])
+    assert [order.renew for order in world.orders(names.KEEP)] == [False]  # no lease to keep
+    kinds = {event.event_type for event in await guarded.events()}
+    assert EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED not in kinds
 
 
 # How it releases -----------------------------------------------------------------------------------------------------

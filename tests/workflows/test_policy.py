@@ -11,18 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError, TimeoutType
 
+from tests.activities.orders import HOSTS, IDENTITY
+from tests.activities.stand_ins import claim
 from tests.workflows.stand_ins import a_commit, watched
-from workflows import presentation
-from workflows.evidence import NotApplicable
+from workflows import presentation, timeouts
+from workflows.evidence import NotApplicable, Suspect, Sweep
 from workflows.names import custody_id, run_key, run_root, submission_id
 from workflows.policy import (
     MILESTONES,
     custody_deadline,
+    handed_over,
     lease_renewal_s,
     milestones,
     next_milestones,
     not_checked,
     not_proved,
+    orphans,
     poll_s,
 )
 
@@ -217,3 +221,41 @@ def test_a_job_that_ended_badly_is_told_with_what_is_known() -> None:
     assert presentation.job_ended_badly(watched("lost", 0)) == "the job's endpoint was lost"
     told = presentation.job_ended_badly(watched("failed", 4, job_status="FAILED", message="m", diagnosis="d"))
     assert told == "training failed (job FAILED); m; d"
+
+
+def a_sweep(*suspects: Suspect) -> Sweep:
+    return Sweep(
+        found=len(suspects),
+        held=0,
+        suspects=suspects,
+        foreign=0,
+        unreadable=0,
+        left_out=0,
+        notes=(),
+        search_attributes=(),
+    )
+
+
+def a_suspect(name: str = "a", **changes: Any) -> Suspect:
+    identity = IDENTITY.model_copy(update={"custody_id": f"custody-{name}"})
+    told = {"hosts": HOSTS.model_copy(update={"identity": identity}), "claims": (), "custody": "terminated"}
+    return Suspect.model_validate({**told, "custody_run_id": "r", "lease": "l", **changes})
+
+
+def test_an_orphan_is_the_same_suspect_on_both_looks_whichever_worker_looked() -> None:
+    before = a_suspect(claims=(claim("cluster", "c", holder="worker 1"),))
+    after = a_suspect(claims=(claim("cluster", "c", holder="worker 2"),))
+    assert orphans(a_sweep(before, a_suspect("b")), a_sweep(after)) == (after,)
+
+
+@pytest.mark.parametrize("changed", [{"custody": "absent"}, {"custody_run_id": "s"}, {"lease": "m"}, {"name": "b"}])
+def test_where_something_changed_between_the_looks_nobody_is_an_orphan(changed: dict[str, Any]) -> None:
+    assert orphans(a_sweep(a_suspect()), a_sweep(a_suspect(**changed))) == ()
+    assert orphans(a_sweep(), a_sweep(a_suspect())) == ()
+    assert orphans(a_sweep(a_suspect()), a_sweep()) == ()
+
+
+def test_an_orphan_s_claims_may_appear_for_their_whole_window_from_when_its_custody_was_seen_closed() -> None:
+    held = a_suspect(claims=(claim("cluster", "c", send_window_s=120.0, longest_request_s=30.0),))
+    assert [each.may_appear_until for each in handed_over(held, 1000.0)] == [1150.0]
+    assert lease_renewal_s(24 * 3600) < timeouts.BETWEEN_LOOKS.total_seconds()  # a lease that is kept has changed

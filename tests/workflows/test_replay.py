@@ -47,6 +47,9 @@ ENDINGS = {
     "custody-past-its-deadline",
     "custody-that-struggled",
     "custody-extended-twenty-times",
+    "custody-of-an-orphan",
+    "reaper-with-an-orphan",
+    "reaper-with-nothing-to-do",
 }
 
 
