@@ -23,6 +23,8 @@ environment:
                         S3, for the worker and for the hosts; never in an argument, a file or run.json
   LANYARD_DEPLOYMENT    the mark on everything this deployment creates; the same for all of its workers
   LANYARD_SECRET_FILE   file (mode 0600) with the key of the per-run tokens; the same for all workers
+  LANYARD_METRICS_ADDRESS
+                        address:port on which a worker serves its metrics to Prometheus (default: nowhere)
   LANYARD_HOME          state of the embedded stack and downloaded reports (default <checkout>/.lanyard)
 
 `stack` and `demo` start their own Temporal and S3 on 127.0.0.1 and need none of these.

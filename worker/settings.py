@@ -9,6 +9,8 @@ LANYARD_DEPLOYMENT (no default; the stack generates one)
     The mark on everything this deployment creates. It must outlive any machine, so it is explicit.
 LANYARD_SECRET_FILE (no default; the stack generates one)
     The key of the per-run tokens. Every worker of a deployment needs the same, so it is named, not made.
+LANYARD_METRICS_ADDRESS (no default: nothing is served)
+    Where a worker serves its metrics to Prometheus. Figures only, but whoever reaches it can read them.
 AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ... (defaults as botocore has them)
     S3, for the worker and for the hosts.
 TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY, TEMPORAL_TLS_*, TEMPORAL_PROFILE, TEMPORAL_CONFIG_FILE
@@ -64,6 +66,8 @@ class Settings(BaseModel):
     home: Path
     deployment: str | None
     secret_file: Path | None
+    metrics_address: str | None
+    """`address:port` on which a worker serves Prometheus; None for none."""
     temporal_address: str
     temporal_namespace: str
     storage: ObjectStorage
@@ -81,6 +85,7 @@ class Settings(BaseModel):
             home=_home(values),
             deployment=_deployment(values),
             secret_file=_path(values, "LANYARD_SECRET_FILE"),
+            metrics_address=_metrics_address(values),
             temporal_address=connection["target_host"],
             temporal_namespace=connection["namespace"],
             storage=_storage(values),
@@ -177,6 +182,18 @@ def _deployment(values: Mapping[str, str]) -> str | None:
         raise SettingsError(
             f"LANYARD_DEPLOYMENT is {text!r}; it must be 1 to 32 characters of a-z, 0-9 and '-', "
             "and neither begin nor end with '-'."
+        )
+    return text
+
+
+def _metrics_address(values: Mapping[str, str]) -> str | None:
+    text = values.get("LANYARD_METRICS_ADDRESS", "")
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise SettingsError(
+            f"LANYARD_METRICS_ADDRESS is {text!r}; it must be address:port, 127.0.0.1:9464 for example."
         )
     return text
 

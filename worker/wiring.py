@@ -61,7 +61,7 @@ async def run_worker(settings: Settings) -> None:
     """
     deployment_id = settings.require_deployment()
     secret = settings.read_secret()
-    client = await connect(settings)
+    client = await connect(settings, metrics=True)
     storage_at = settings.storage
     async with AsyncExitStack() as opened:
         storage = await opened.enter_async_context(Storage.open(storage_at.endpoint_url, storage_at.region))

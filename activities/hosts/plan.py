@@ -47,8 +47,7 @@ class Plan:
     shared_memory_dirs: tuple[str, ...]
     """Empty where /dev/shm is too small: then Ray chooses."""
     ports: tuple[int, ...]
-    """GCS, dashboard, autoscaler's and dashboard's metrics, Ray Client's, the runtime environment agent's, then one
-    agent port per host."""
+    """GCS, dashboard, Ray Client's, the runtime environment agent's, then one agent port per host."""
 
     @property
     def directories(self) -> list[Path]:
