@@ -41,7 +41,7 @@ async def test_a_worker_serves_metrics_only_where_it_is_told_to(monkeypatch: pyt
         client = await connect(Settings.load(), metrics=True)
         await client.count_workflows()
         assert "temporal_request" in await asyncio.to_thread(metrics_at, address)
-        with pytest.raises(SettingsError, match=f"LANYARD_METRICS_ADDRESS {address} cannot be served: .* in use"):
+        with pytest.raises(SettingsError, match=r"LANYARD_METRICS_ADDRESS .* cannot be served: .* in use"):
             await connect(Settings.load(), metrics=True)
 
 
