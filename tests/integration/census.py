@@ -116,6 +116,11 @@ class Census:
             uploads=tuple(self._uploads()),
         )
 
+    def hosts_left(self) -> list[str]:
+        """Processes, ports and entries of runs, asking no service: for when none is there."""
+        ours = self._look()
+        return [*map(str, ours.values()), *_listeners(ours), *self._entries()]
+
     def settled(self, within_s: float = 0.0) -> Findings:
         """The first empty look, or the last one after ``within_s`` seconds."""
         ends = time.monotonic() + within_s

@@ -56,6 +56,8 @@ class Stack:
     # -- up and down
 
     def start(self) -> None:
+        """Also again, after it was killed."""
+        before = self.output.stat().st_size if self.output.exists() else 0
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "worker", "stack"],
@@ -66,7 +68,7 @@ class Stack:
                 start_new_session=True,
                 preexec_fn=_end_with_us,
             )
-        self._until(lambda: "Ctrl-C here stops" in self.output.read_text(), 60, "the stack is up")
+        self._until(lambda: b"Ctrl-C here stops" in self.output.read_bytes()[before:], 60, "the stack is up")
         told = subprocess.run(
             ["bash", "-euc", '. "$1"; exec env -0', "bash", str(self.home / "env")],
             env={"PATH": os.defpath, "HOME": os.environ.get("HOME", "/")},

@@ -47,5 +47,5 @@ async def test_a_worker_serves_metrics_only_where_it_is_told_to(monkeypatch: pyt
 
 @pytest.mark.parametrize("address", ["9464", ":9464", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:0", "127.0.0.1:70000"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(SettingsError, match="it must be address:port, 127.0.0.1:9464 for example"):
+    with pytest.raises(SettingsError, match=r"it must be address:port, 127\.0\.0\.1:9464 for example"):
         Settings.load({"LANYARD_METRICS_ADDRESS": address})
