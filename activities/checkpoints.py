@@ -115,7 +115,9 @@ class _Watch:
         self._uri = record_uri(order.job.order["storage"], order.job.train_name)
         self._commit = Commit(**before["commit"]) if before.get("commit") else order.seen
         self._etag = ""
-        self._progress_at = float(before.get("progress_at") or time.time())
+        # The stall deadline is counted on the Temporal server's clock, which all attempts share and no worker can turn.
+        self._epoch = activity.info().started_time.timestamp() - time.monotonic()
+        self._progress_at = float(before.get("progress_at") or self._now())
         self._between: float | None = None
         self._answered = time.monotonic()
         self._job: JobInfo | None = None
@@ -134,7 +136,7 @@ class _Watch:
                     return await self._result(end, jobs)
             if self._commit and any(self._commit.step >= m for m in self._order.milestones[:1]):
                 return await self._result("milestone", jobs)
-            if time.time() - self._progress_at > self._order.stall_s:
+            if self._now() - self._progress_at > self._order.stall_s:
                 return await self._result("stalled", jobs)
             await asyncio.sleep(poll_s(self._between))
 
@@ -150,7 +152,7 @@ class _Watch:
         if got:
             self._etag = got.etag
         if commits and (self._commit is None or commits[-1].checkpoint != self._commit.checkpoint):
-            now = time.time()
+            now = self._now()
             if self._commit:
                 self._between = now - self._progress_at
             self._commit, self._progress_at = commits[-1], now
@@ -189,8 +191,11 @@ class _Watch:
             job_status=self._job.status if self._job else "UNKNOWN",
             message=message,
             diagnosis=diagnosis,
-            at=time.time(),
+            at=self._now(),
         )
+
+    def _now(self) -> float:
+        return self._epoch + time.monotonic()
 
     def _say(self, **details: Any) -> None:
         self._note = details.get("note", self._note)

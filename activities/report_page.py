@@ -261,7 +261,9 @@ def _marks(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
     victim, strike = report["victim"], report["strike"]
     if victim:
         step = victim["commit"]["step"]
-        word = "killed" if strike and strike["outcome"] == "killed" else "struck" if strike else "chosen, not struck:"
+        word = (
+            "killed" if strike and strike["outcome"] == "killed" else "struck" if strike else "chosen, perhaps struck,"
+        )
         marks.append(Mark("kill", step, f"rank {victim['rank']} {word} after step {step:,}"))
     for attempt in attempts:
         step, restored = attempt["first_step"], attempt["restored_step"]

@@ -171,13 +171,18 @@ class _Demo:
         try:
             if count == 1:
                 await run.abort("Ctrl-C")
-                return "Ctrl-C: the run is told to abort; its hosts are released first. Ctrl-C again says what is left."
+                return (
+                    "Ctrl-C: the run is told to abort; its hosts are released first. Once its training is over, it "
+                    "only finishes. Ctrl-C again says what is left."
+                )
             async with asyncio.timeout(10):
                 held = await run.claims()
                 custody = await run.custody()
         except (RPCError, TimeoutError) as error:
             return f"custody does not answer now ({error}); it goes on releasing. A third Ctrl-C leaves at once."
-        left = "; ".join(held) if held and custody.open else "nothing that is known"
+        if not (held and custody.open):
+            return "nothing is held any more; waiting for the run's last words. A third Ctrl-C leaves at once."
+        left = "; ".join(held)
         trouble = f" It struggles: {custody.trouble}." if custody.trouble else ""
         return f"still being released: {left}.{trouble} Waiting for it. A third Ctrl-C leaves at once."
 

@@ -104,10 +104,14 @@ class Run:
         return CustodySight(open=False, final=final if isinstance(final, dict) else {})
 
     async def claims(self) -> list[str]:
-        """What custody still holds, a line each, as its query `claims` answers."""
+        """What custody still holds, a line each, as its query `claims` answers; nothing once all is proved absent."""
         if self.custody_id is None:
             return []
-        answer = await self._client.get_workflow_handle(self.custody_id).query("claims", rpc_timeout=_RPC)
+        custody = self._client.get_workflow_handle(self.custody_id)
+        state = await custody.query("state", rpc_timeout=_RPC)
+        if isinstance(state, dict) and state.get("state") == "clean":
+            return []
+        answer = await custody.query("claims", rpc_timeout=_RPC)
         return [_claim(item) for item in answer] if isinstance(answer, list) else [str(answer)]
 
     def _never_back(self, seen: dict[str, Any]) -> dict[str, Any]:

@@ -79,6 +79,8 @@ def verdict_table(verdict: Mapping[str, Any], custody: Mapping[str, Any]) -> Tab
     row("run", verdict.get("run_key"))
     row("storage", verdict.get("storage"))
     commits = _list(verdict.get("commits"))
+    resumed = _dict(verdict.get("resumed"))
+    row("resumed from", f"{resumed.get('source')}, step {resumed.get('step')}" if resumed else None)
     row("commits", _commits(commits, verdict.get("steps")))
     loss = _number(_final_loss(verdict, commits))
     row("final loss", _figure(loss) if loss is not None else None)
@@ -118,7 +120,7 @@ def _add_drill(row: Any, verdict: Mapping[str, Any]) -> None:
     for problem in _list(drill.get("problems")):
         row("", problem, "red")
     if drill.get("resumed_step") is not None:
-        row("resumed", f"step {drill.get('committed_step')} committed, step {drill.get('resumed_step')} first after it")
+        row("went on", f"step {drill.get('committed_step')} committed, step {drill.get('resumed_step')} first after it")
     seconds = _number(drill.get("seconds_to_resume"))
     row("time to resume", f"{seconds:.1f} s" if seconds is not None else None)
     row("parity", str(drill.get("parity", "")).replace("_", " "))

@@ -199,7 +199,12 @@ class GuardedTrain:
 
     async def _launch(self, hosts: HostsOrder) -> None:
         await self._act(
-            names.LAUNCH, hosts, type(None), timeouts.LONG, f"claim, then create {hosts.count} {hosts.provider} hosts"
+            names.LAUNCH,
+            hosts,
+            type(None),
+            timeouts.LONG,
+            f"claim, then create {hosts.count} {hosts.provider} hosts",
+            retry=timeouts.MUTATE,
         )
         self._progress.own(f"cluster {hosts.identity.run_key}")
         self._enter("serve")
@@ -221,7 +226,14 @@ class GuardedTrain:
         parity = job.train_name == PARITY
         self._enter("submit" if not parity else "parity")
         await self._unless_stopped(
-            self._act(names.SUBMIT, job, SubmittedJob, timeouts.SUBMIT, f"submit Ray Job {job.submission_id}")
+            self._act(
+                names.SUBMIT,
+                job,
+                SubmittedJob,
+                timeouts.SUBMIT,
+                f"submit Ray Job {job.submission_id}",
+                retry=timeouts.MUTATE,
+            )
         )
         self._progress.submissions.append(job.submission_id)
         self._progress.own(f"job {job.submission_id}")
@@ -282,6 +294,7 @@ class GuardedTrain:
                 Strike,
                 timeouts.STRIKE,
                 f"SIGKILL rank {victim.rank} (pid {victim.pid}) on {victim.address}",
+                retry=timeouts.MUTATE,
             )
         )
         self._enter("recover")
@@ -313,7 +326,8 @@ class GuardedTrain:
                 names.SAVE_RECORDS, order, type(None), timeouts.RECORDS, "save logs and status", retry=timeouts.FEW
             )
         except ActivityError as failed:
-            self._note(f"logs were not saved: {presentation.cause_of(failed)}")
+            self._progress.unsaved = presentation.cause_of(failed)
+            self._note(f"logs were not saved: {self._progress.unsaved}")
 
     async def _release(self, spec: RunSpec, outcome: Outcome, message: str) -> None:
         """Ask custody, and wait for its word within the teardown limit. It goes on without us if need be."""
@@ -438,9 +452,10 @@ class GuardedTrain:
         self._stop_for("failed", f"custody released the hosts: {record.reason}")
 
     @workflow.update
-    async def extend(self, minutes: Any) -> str:
+    async def extend(self, *told: Any) -> str:
         """Move the run's deadline by this many minutes; answers the new deadline. At most 20 times."""
         assert self._progress.deadline is not None
+        [minutes] = told
         self._progress.extended += 1
         self._progress.deadline += float(minutes) * 60
         self._note(f"deadline extended by {minutes} minutes")
@@ -450,9 +465,9 @@ class GuardedTrain:
         return presentation.clock(self._progress.deadline)
 
     @extend.validator
-    def _may_extend(self, minutes: Any) -> None:
-        ok = isinstance(minutes, int | float) and not isinstance(minutes, bool)
-        if not ok or not 1 <= minutes <= MAX_EXTENSION_MINUTES:
+    def _may_extend(self, *told: Any) -> None:
+        minutes = told[0] if len(told) == 1 and not isinstance(told[0], bool) else None
+        if not isinstance(minutes, int | float) or not 1 <= minutes <= MAX_EXTENSION_MINUTES:
             raise ApplicationError(f"extend takes a number of minutes from 1 to {MAX_EXTENSION_MINUTES}")
         if self._progress.extended >= MAX_EXTENSIONS:
             raise ApplicationError(f"extended {MAX_EXTENSIONS} times already; start a new run with resume")
@@ -479,7 +494,9 @@ class GuardedTrain:
     # Plumbing
 
     def _stop_for(self, outcome: Outcome, message: str) -> None:
-        if self._stop is None and not self._closing:
+        if self._closing:
+            self._note(f"too late to change the outcome: {message}")
+        elif self._stop is None:
             self._stop = Stopped(outcome, message)
             self._note(message)
 
@@ -490,7 +507,8 @@ class GuardedTrain:
         self._progress.deadline = workflow.time() + limit_s
         while (left := self._progress.deadline - workflow.time()) > 0:
             await workflow.sleep(left, summary="run deadline")
-        self._stop_for("failed", f"the run's limit of {limit_s / 60:g} minutes (limits.run, extended) passed")
+        more = f", {self._progress.extended} times extended" if self._progress.extended else ""
+        self._stop_for("failed", f"the run's limit of {limit_s / 60:g} minutes (limits.run{more}) passed")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], limit_s: float | None = None, limit: str = "") -> T:
         """Do one thing of the story unless the run is told to stop first; with a limit, a durable timer of its own."""

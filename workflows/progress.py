@@ -48,6 +48,8 @@ class Progress:
         self.artifacts: Artifacts | None = None
         self.release: Release | None = None
         self.owned: list[str] = []
+        self.unsaved = ""
+        """Why logs were not saved, where they were not."""
 
     @property
     def phase(self) -> str:
@@ -109,6 +111,8 @@ class Progress:
         """How to go on from here, or nothing when there is nothing to go on from."""
         if not (self.identity and self.commit):
             return ""
+        if self.spec and self.commit.step >= self.spec.workload.total_steps:
+            return f"every step is committed, the last is {self.commit.step}; there is nothing left to go on from"
         return (
             f'the last commit is step {self.commit.step}; go on from it with "resume": '
             f'{{"from": "{self.identity.storage}"}}'
@@ -131,6 +135,10 @@ class Progress:
             unproved += ("artifacts: they were verified, and do not hold; see the checks that failed",)
         elif outcome != "succeeded":
             unproved += ("artifacts: not verified, because the run did not succeed",)
+        if spec and spec.hosts.require_distinct_devices and spec.hosts.device == "cpu":
+            unproved += ("distinct devices: on CPU a device is a Ray node's share of its machine, not a chip",)
+        if self.unsaved:
+            unproved += (f"logs: not saved ({self.unsaved[:300]})",)
         if self.cleared and not self.cleared.conditional_writes:
             unproved += ("atomic writes: this storage ignores If-None-Match; overwrites were checked by reading back",)
         return Verdict(

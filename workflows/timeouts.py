@@ -44,6 +44,10 @@ RETRY = RetryPolicy(
     initial_interval=timedelta(seconds=1), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=15)
 )
 """Until the phase's deadline, which always exists. What cannot get better is raised as non-retryable."""
+MUTATE = RetryPolicy(
+    initial_interval=timedelta(seconds=1), backoff_coefficient=2.0, maximum_interval=timedelta(seconds=60)
+)
+"""As RETRY, for activities that claim: each attempt is an update, and a signal, in custody's history."""
 FEW = RetryPolicy(
     initial_interval=timedelta(seconds=1),
     backoff_coefficient=2.0,

@@ -349,6 +349,12 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "metrics.json",
         "submission_id is 'other-train'",
     ),
+    (
+        "metrics of another run's key",
+        metrics(lambda document: document["run"].update(run_key="other-0123456789")),
+        "metrics.json",
+        "run_key is 'other-0123456789'",
+    ),
     ("recipe", metrics(lambda document: document["recipe"].update(features=0)), "steps", "recipe.features is 0"),
     ("credited", metrics(row(10, attempt=1)), "journal and evidence", "step 10 is credited to attempt 1, not 2"),
     ("doubled rank", doubles_rank, "journal and evidence", "rank 0 is doubled"),

@@ -70,6 +70,10 @@ class Custody:
     def claims(self) -> list[dict[str, Any]]:
         return [{"kind": "cluster", "name": KEY, "provider": "local"}]
 
+    @workflow.query
+    def state(self) -> dict[str, Any]:
+        return {"state": "releasing" if self._due else "held"}
+
 
 @workflow.defn(name="GuardedTrain")
 class GuardedTrain:

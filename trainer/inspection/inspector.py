@@ -162,7 +162,13 @@ class _Inspection:
     def _run(self) -> dict[str, Any]:
         """The names that every document of this run must carry."""
         run = {"submission_id": self._question.submission, "train_name": self._train_name}
-        run_key = self._question.ordered("run_key") or self._root.run_key
+        # A local copy's place says nothing; the export's own name does.
+        named = self._question.submission.removesuffix("-train")
+        run_key = (
+            self._question.ordered("run_key")
+            or self._root.run_key
+            or (named if named != self._question.submission else None)
+        )
         return run if run_key is None else {**run, "run_key": run_key}
 
     def _read_evidence(self) -> ev.Evidence:
