@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -123,8 +124,8 @@ class _One:
         self.run_id = ""
         self.key = ""
         self.mended = 0.0
+        self.finished = False
         self.respawner: subprocess.Popen[bytes] | None = None
-        self._ended_tasks = False
 
     # -- the story
 
@@ -138,7 +139,7 @@ class _One:
         self.left = Left(self.lane, self.key)
         striker = Striker(self.lane, self.census, self.key, self.chances)
         if scenario.where == WITHSTOOD:
-            self.respawner = subprocess.Popen([sys.executable, "-c", RESPAWN, str(os.getpid()), self.key], cwd="/")
+            self._respawn()
         if scenario.acts_early and scenario.ending in ACTIONS:
             await self._until(self._trains, "training before the ending")
             await self._act()
@@ -151,6 +152,7 @@ class _One:
         row.cleanup = str((ended.custody or {}).get("cleanup", "")) or ("nothing claimed" if not ended.custody else "")
         row.outcome, row.wrong = await asyncio.to_thread(judge, scenario, ended, self.left)
         row.leaks = (await asyncio.to_thread(self.census.settled, SETTLE_S)).lines()
+        self.finished = True
 
     async def _meet(self, striker: Striker) -> None:
         """At the point: the ending and the strike, in the order that chance gave them; then everything goes on."""
@@ -295,7 +297,8 @@ class _One:
         else:
             there = self.lane.plan.reached(self.name) is not None
         if not there and await self._run_closed() and await self._custody_closed():
-            if where.kind == "training" or self.lane.plan.reached(self.name) is None:
+            there = self.lane.plan.reached(self.name) is not None
+            if not there:
                 raise Stuck(f"the run ended without coming to {where}")
         return there
 
@@ -370,6 +373,9 @@ class _One:
             ended.custody = {"cleanup": f"custody failed: {failure.cause}", "claims": [True]}
         return ended
 
+    def _respawn(self) -> None:
+        self.respawner = subprocess.Popen([sys.executable, "-c", RESPAWN, str(os.getpid()), self.key], cwd="/")
+
     def _stop_respawning(self) -> None:
         if self.respawner is not None:
             self.respawner.kill()
@@ -381,14 +387,17 @@ class _One:
         self.lane.plan.disarm(self.name)
         self._stop_respawning()
         await Striker(self.lane, self.census, self.key, self.chances).leave(self.scenario.victim)
-        if row.trouble and self.key:
+        if self.key and not self.finished:
             await self._put_away(row)
         for each in self.census.end_leftovers():
             row.leaks.append(f"ended at last: {each}")
+        for path in self.census.used():
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
         self.census.close()
 
     async def _put_away(self, row: Row) -> None:
-        """End what is still open after a scenario that got stuck, the way a person would."""
+        """End what is still open after a scenario that got stuck or was interrupted, the way a person would."""
         if self.scenario.ending in ("task fails for ever", "non-determinism"):
             await self.lane.kill("worker")
             await self.lane.start_worker()

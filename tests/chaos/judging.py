@@ -1,4 +1,4 @@
-"""Whether what a scenario left is right: nothing leaked, the verdict true, nothing done twice, artifacts whole or absent.
+"""Whether what a scenario left is right: the verdict true, nothing done twice, artifacts whole or absent.
 
 Reads Temporal, storage and the hosts' own notes; nothing of the operator's bookkeeping decides.
 """
@@ -120,10 +120,10 @@ def judge(scenario: Scenario, ended: Ended, left: Left) -> tuple[str, list[str]]
             wrong.append("succeeded without artifacts")
         if not (ended.verdict.get("drill") or {}).get("proved"):
             wrong.append("succeeded without the proof of its drill")
-    if outcome == "failed" and left.job_ended() == "SUCCEEDED" and scenario.ending in ("succeeds", "started twice"):
-        # A drill that was spoilt is told so, and is no word on the training.
-        if "drill" not in ended.message:
-            wrong.append(f"the training succeeded and the run is called failed: {ended.message[:300]}")
+    trained = left.job_ended() == "SUCCEEDED" and scenario.ending in ("succeeds", "started twice")
+    # A drill that was spoilt is told so, and is no word on the training.
+    if outcome == "failed" and trained and "drill" not in ended.message:
+        wrong.append(f"the training succeeded and the run is called failed: {ended.message[:300]}")
     wrong += left.done_twice()
     return outcome, wrong
 

@@ -7,6 +7,7 @@ half of each lies is said here, once, and a test fails for an activity that has 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -92,14 +93,16 @@ class Registered:
     module: str
 
 
-def registered() -> list[Registered]:
+@functools.cache
+def registered() -> tuple[Registered, ...]:
     """What `worker/wiring.py` registers, by activity name. Raises LookupError for a method that defines no activity."""
     defined = {each.method: each for each in _defined()}
     found = [defined[method] for method in _methods_in(Path(inspect.getfile(wiring)))]
-    return sorted(found, key=lambda each: each.name)
+    return tuple(sorted(found, key=lambda each: each.name))
 
 
-def activity_points() -> list[Point]:
+@functools.cache
+def activity_points() -> tuple[Point, ...]:
     """Before, half and after each registered activity."""
     points = []
     for each in registered():
@@ -108,7 +111,7 @@ def activity_points() -> list[Point]:
         if half is not None:
             points.append(Point("half", each.name, call=half))
         points.append(Point("after", each.name))
-    return points
+    return tuple(points)
 
 
 def gaps() -> list[Point]:

@@ -36,7 +36,7 @@ class Pace:
 
 PACES: Final = {
     "light": Pace(
-        steps=32,
+        steps=20,
         training=8,
         run_limit="30s",
         stuck_limits=("30s", "30s"),

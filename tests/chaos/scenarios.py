@@ -6,6 +6,7 @@ ending, and from what a victim means for it; nothing here looks at a result.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -101,7 +102,7 @@ class Scenario:
     victim: str
     ending: str
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """Its name: slice, where, victim, ending."""
         return "/".join(re.sub(r"[^a-z0-9:_]+", "-", part.lower()) for part in self._parts)
@@ -142,7 +143,8 @@ class Scenario:
     def takes_s(self) -> float:
         """About how long, for shards of equal length."""
         base = 20.0 if self.slice == "light" else 110.0
-        return base + {"out of time": 20.0, "task fails for ever": 50.0, "execution timeout": 15.0}.get(self.ending, 0.0)
+        waits = {"out of time": 20.0, "task fails for ever": 50.0, "execution timeout": 15.0}
+        return base + waits.get(self.ending, 0.0)
 
 
 def reaches(ending: str, activity: str) -> bool:
@@ -240,7 +242,7 @@ def _spread(
     used least come first, ties are broken by the seed."""
     chances = random.Random(seed)
     endings: Counter[str] = Counter(each.ending for each in found)
-    points: Counter[str] = Counter()
+    points: Counter[Point] = Counter()
     taken = {each.id for each in found}
     candidates = list(_candidates(which))
     chances.shuffle(candidates)
@@ -249,9 +251,9 @@ def _spread(
         left = [each for each in candidates if each.id not in taken and wanted(each)]
         if not left:
             return None
-        chosen = min(left, key=lambda each: (endings[each.ending], points[str(each.where)]))
+        chosen = min(left, key=lambda each: (endings[each.ending], points[each.where]))
         endings[chosen.ending] += 1
-        points[str(chosen.where)] += 1
+        points[chosen.where] += 1
         taken.add(chosen.id)
         return chosen
 

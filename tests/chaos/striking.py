@@ -142,8 +142,7 @@ class Striker:
             case "hosting service":
                 mark = [b"light/host.py"] if light else [b"trainer.hosting", b"--prepared"]
             case "driver":
-                drivers = [each for each in living if _is_driver(each.command)]
-                return drivers
+                return [each for each in living if _is_driver(each.command)]
             case _:
                 wanted = self._ranks()
                 return [each for each in living if each.who in wanted]

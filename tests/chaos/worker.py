@@ -86,7 +86,7 @@ class Holder:
     async def pass_by(self, kind: str, of: str | None, call: str = "", done: bool = False) -> None:
         """Be held here if this is the point; the rest of the worker goes on."""
         name = self.wanted(kind, of, call, done)
-        while name and not self.plan.may_go(name):
+        while name and not self.plan.may_go(name):  # noqa: ASYNC110 (what is waited for is a file)
             await asyncio.sleep(LOOK_S)
 
     def pass_by_blocking(self, kind: str, of: str | None, call: str = "", done: bool = False) -> None:
@@ -161,7 +161,7 @@ class Deadlocked(WorkflowInboundInterceptor):
     async def execute_workflow(self, input: ExecuteWorkflowInput) -> Any:
         if workflow.info().workflow_type == "GuardedTrain":
             with workflow.unsafe.sandbox_unrestricted():
-                time.sleep(3)
+                time.sleep(3)  # noqa: ASYNC251 (blocking is the bug)
         return await super().execute_workflow(input)
 
 
@@ -277,7 +277,7 @@ async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
     with contextlib.ExitStack() as patches:
         if light:
             tempo.live_fast()
-            patches.enter_context(mock.patch.object(environment, "verify", lambda root=None: light_host.RECORD))
+            patches.enter_context(mock.patch.object(environment, "verify", return_value=light_host.RECORD))
             patches.enter_context(mock.patch.object(wiring, "Application", LightApplication))
         service = {"service": LIGHT_SERVICE} if light else {}
         hosts = functools.partial(WatchedHosts, holder, **service)
@@ -287,9 +287,7 @@ async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
         if variant == "newer":
             real_package = wiring.package
             trees = {"VERSION": Path(__file__).parent / "light"}
-            patches.enter_context(
-                mock.patch.object(wiring, "package", lambda given: real_package({**given, **trees}))
-            )
+            patches.enter_context(mock.patch.object(wiring, "package", lambda given: real_package({**given, **trees})))
         more: dict[str, Any] = {"interceptors": [Watching(holder, variant)]}
         if light:
             more["sticky_queue_schedule_to_start_timeout"] = tempo.STICKY

@@ -127,7 +127,9 @@ class Controller:
 
     def fit(self) -> None:
         """Train to the end, recovering as often as the order allows. Raises what ends the training."""
-        joined = self.head.ask("POST", "/light/driver", {"submission_id": self.order["submission_id"], "pid": os.getpid()})
+        joined = self.head.ask(
+            "POST", "/light/driver", {"submission_id": self.order["submission_id"], "pid": os.getpid()}
+        )
         self.job_id = joined["job_id"]
         failures = 0
         while True:

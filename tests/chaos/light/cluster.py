@@ -202,7 +202,9 @@ class Cluster:
         name = order["submission_id"]
         with self.lock:
             if name in self.jobs:
-                said = f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id."
+                said = (
+                    f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id."
+                )
                 return 500, f"Traceback (most recent call last):\n  ...\n{said}\n"
             with open(self.node.private / "jobs.log", "a") as log:
                 log.write(f"{name}\n")
