@@ -108,8 +108,8 @@ async def run(left: Sequence[Scenario], options: argparse.Namespace, results: Re
     me = asyncio.current_task()
     assert me is not None
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, me.cancel)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(ending, me.cancel)
     queues = {which: [each for each in left if each.slice == which] for which in ("light", "real")}
     began, finished = time.monotonic(), 0
     async with asyncio.TaskGroup() as group:

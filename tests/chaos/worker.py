@@ -32,6 +32,7 @@ from temporalio.worker import (
     ExecuteActivityInput,
     ExecuteWorkflowInput,
     Interceptor,
+    Worker,
     WorkflowInboundInterceptor,
     WorkflowInterceptorClassInput,
 )
@@ -39,7 +40,7 @@ from temporalio.worker import (
 from activities.hosts import MaySend, Progress, proof
 from activities.hosts.local import LocalHosts
 from activities.hosts.plan import Plan as HostsPlan
-from activities.jobs import Endpoint, Jobs
+from activities.jobs import Endpoint, Jobs, package
 from activities.storage import Storage
 from activities.verification import Application
 from tests.chaos import tempo
@@ -279,15 +280,14 @@ async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
             tempo.live_fast()
             patches.enter_context(mock.patch.object(environment, "verify", return_value=light_host.RECORD))
             patches.enter_context(mock.patch.object(wiring, "Application", LightApplication))
-        service = {"service": LIGHT_SERVICE} if light else {}
+        service: dict[str, Any] = {"service": LIGHT_SERVICE} if light else {}
         hosts = functools.partial(WatchedHosts, holder, **service)
         patches.enter_context(mock.patch.object(wiring, "LocalHosts", hosts))
         hold_at_calls(holder, patches)
         hold_between_tasks(holder, patches)
         if variant == "newer":
-            real_package = wiring.package
             trees = {"VERSION": Path(__file__).parent / "light"}
-            patches.enter_context(mock.patch.object(wiring, "package", lambda given: real_package({**given, **trees})))
+            patches.enter_context(mock.patch.object(wiring, "package", lambda given: package({**given, **trees})))
         more: dict[str, Any] = {"interceptors": [Watching(holder, variant)]}
         if light:
             more["sticky_queue_schedule_to_start_timeout"] = tempo.STICKY
@@ -295,9 +295,8 @@ async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
         def make(client: Any, **given: Any) -> Any:
             if variant == "typeless" and given.get("workflows"):
                 given["workflows"] = [each for each in given["workflows"] if each is not GuardedTrain]
-            return real_worker(client, **given, **more)
+            return Worker(client, **given, **more)
 
-        real_worker = wiring.Worker
         patches.enter_context(mock.patch.object(wiring, "Worker", make))
         if spare:
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)

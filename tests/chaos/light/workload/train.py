@@ -6,4 +6,4 @@ import sys
 
 from trainer.application import main
 
-sys.exit(main(sys.argv[1]))
+sys.exit(main(sys.argv[1]))  # type: ignore[call-arg]  # it is light/application.py, once delivered
