@@ -30,6 +30,8 @@ from workflows.timeouts import RUN_QUEUE
 LOOK_S: Final = 0.25
 SETTLE_S: Final = 6.0
 """How long processes that were killed may take to be gone from /proc, and visibility to follow."""
+BREAKS_THE_WORKER: Final = ("task fails for ever", "non-determinism")
+"""Endings that are a worker with other code."""
 SERVER_DIES: Final = ("temporal", "everything of the operator")
 RESPAWN: Final = """
 import os, subprocess, sys, time
@@ -159,6 +161,8 @@ class _One:
         scenario = self.scenario
         acts = scenario.ending in ACTIONS and not scenario.acts_early
         first = self.chances.choice(("ending", "victim")) if scenario.victim != NOBODY else "ending"
+        if scenario.victim == "worker" and scenario.ending in BREAKS_THE_WORKER:
+            first = "victim"  # else the strike would be on the worker that is the ending
         if scenario.where == TRAINING:
             await asyncio.sleep(self.chances.random())
         if acts and first == "ending":
@@ -386,6 +390,8 @@ class _One:
         """Whatever happened: nothing of the run is left, and the lane can take the next one."""
         self.lane.plan.disarm(self.name)
         self._stop_respawning()
+        if self.scenario.ending in BREAKS_THE_WORKER:
+            await self.lane.kill("worker")
         await Striker(self.lane, self.census, self.key, self.chances).leave(self.scenario.victim)
         if self.key and not self.finished:
             await self._put_away(row)
@@ -398,9 +404,6 @@ class _One:
 
     async def _put_away(self, row: Row) -> None:
         """End what is still open after a scenario that got stuck or was interrupted, the way a person would."""
-        if self.scenario.ending in ("task fails for ever", "non-determinism"):
-            await self.lane.kill("worker")
-            await self.lane.start_worker()
         try:
             if not await self._run_closed():
                 await self._handle().terminate("the scenario got stuck")
