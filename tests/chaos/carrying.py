@@ -303,7 +303,8 @@ class _One:
         if not there and await self._run_closed() and await self._custody_closed():
             there = self.lane.plan.reached(self.name) is not None
             if not there:
-                raise Stuck(f"the run ended without coming to {where}")
+                ended = await self._ended()
+                raise Stuck(f"the run ended ({ended.status}) without coming to {where}: {ended.message}")
         return there
 
     async def _trains(self) -> bool:

@@ -83,7 +83,8 @@ def run_json(scenario: Scenario) -> dict[str, Any]:
         if scenario.slice == "real":
             del spec["drill"]  # the real application that misbehaves does no drill
     if ending == "out of time":
-        spec["limits"]["run"] = pace.run_limit
+        spec["limits"] = {"run": pace.run_limit, "stall": pace.run_limit}
     if ending == "task fails for ever":
-        spec["limits"]["run"], spec["limits"]["teardown"] = pace.stuck_limits
+        run, teardown = pace.stuck_limits
+        spec["limits"] = {"run": run, "stall": run, "teardown": teardown}
     return spec

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import pytest
 
 from tests.chaos import tempo
 from tests.chaos.points import HALFWAY, activity_points, registered
-from tests.chaos.scenarios import CLUSTER, ENDINGS, NOBODY, OPERATOR, VICTIMS, light, real, shard
+from tests.chaos.runs import run_json
+from tests.chaos.scenarios import (
+    CLUSTER,
+    ENDINGS,
+    NOBODY,
+    OPERATOR,
+    TRAINING,
+    VICTIMS,
+    Scenario,
+    light,
+    real,
+    shard,
+)
 from workflows import activity_names
+from workflows.spec import parse_run
 
 NAMES = {value for name, value in vars(activity_names).items() if name.isupper()}
 
@@ -80,6 +94,12 @@ def test_expectations_follow_from_the_ending_alone() -> None:
     for each in [*light(0), *real(0)]:
         if each.victim in (*OPERATOR, NOBODY) and len(each.expected) > 1:
             assert each.where.of == activity_names.PREFLIGHT or each.ending == "reset, then cancelled", each.id
+
+
+@pytest.mark.parametrize("which", ["light", "real"])
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_ending_has_a_run_json_that_is_accepted(which: Literal["light", "real"], ending: str) -> None:
+    assert parse_run([run_json(Scenario(which, TRAINING, "worker", ending))])
 
 
 def test_a_name_is_one_word_of_four_parts() -> None:
