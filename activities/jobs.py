@@ -196,7 +196,8 @@ class Jobs:
         if info is None or info.node_id is None:
             return ""
         path, tail = "/api/v0/logs/file", bytearray()
-        asked = {"submission_id": submission_id, "lines": str(LOG_LINES)}
+        # Without the node Ray answers 500, although it knows it (2.58.0).
+        asked = {"submission_id": submission_id, "node_id": info.node_id, "lines": str(LOG_LINES)}
         try:
             async with self._client.stream("GET", path, params=asked) as answer:
                 if answer.status_code >= 400:

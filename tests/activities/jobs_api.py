@@ -107,8 +107,13 @@ class JobsApi:
         return web.json_response(job) if job else self._unknown(request)
 
     async def _logs(self, request: web.Request) -> web.Response:
+        """Ray wants to be told the node, although the job's own facts name it."""
         name = request.query["submission_id"]
-        return web.Response(text=self.logs.get(name, "")) if name in self.jobs else self._unknown(request)
+        if name not in self.jobs:
+            return self._unknown(request)
+        if request.query.get("node_id") != self.jobs[name]["driver_node_id"]:
+            return web.Response(status=500, text="500 Internal Server Error\n\nServer got itself in trouble")
+        return web.Response(text=self.logs.get(name, ""))
 
     async def _stop(self, request: web.Request) -> web.Response:
         """A PENDING job's stop says True and stops nothing (ray #58353)."""
