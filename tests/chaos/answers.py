@@ -50,13 +50,12 @@ def shape(value: Any, name: str = "") -> Any:
 
 async def answers(url: str, token: str, submission: str) -> dict[str, Any]:
     """Status and shape of each answer while ``submission`` runs: the ones that change nothing, and two refusals."""
-    asked = [
+    asked: list[tuple[str, str, Any]] = [
         ("GET", f"/api/jobs/{submission}", None),
         ("GET", f"/api/jobs/{GONE}", None),
         ("GET", "/api/v0/nodes?detail=true&limit=10000", None),
         ("GET", "/api/v0/actors?detail=true&limit=10000", None),
         ("GET", "/api/v0/placement_groups?detail=true&limit=10000", None),
-        ("GET", f"/api/v0/logs/file?submission_id={submission}&lines=10", None),
         ("POST", "/api/jobs/", {"submission_id": submission, "entrypoint": "true", "runtime_env": {}, "metadata": {}}),
         ("POST", f"/api/jobs/{GONE}/stop", {}),
         ("GET", "/api/packages/gcs/_ray_pkg_0123456789abcdef.zip", None),
@@ -71,8 +70,17 @@ async def answers(url: str, token: str, submission: str) -> dict[str, Any]:
             kind = told.headers.get("content-type", "").partition(";")[0]
             content = shape(told.json()) if kind == "application/json" else "text"
             name = f"{method} {path.partition('?')[0].replace(submission, 'JOB')}"
+            name += " without its node" if "logs/file" in path and "node_id" not in path else ""
             found[name] = {"status": told.status_code, "answer": content}
+            if name == "GET /api/jobs/JOB":
+                asked += _of_logs(submission, told.json()["driver_node_id"])
     return found
+
+
+def _of_logs(submission: str, node_id: str) -> list[tuple[str, str, None]]:
+    """With the node, and without it."""
+    path = f"/api/v0/logs/file?submission_id={submission}&lines=10"
+    return [("GET", f"{path}&node_id={node_id}", None), ("GET", path, None)]
 
 
 async def of_a_run(lane: Lane) -> dict[str, Any]:

@@ -454,7 +454,9 @@ def dashboard(node: Node) -> None:
                 case ["api", "packages", "gcs", name]:
                     return (200, b"") if (cluster.packages / name).exists() else (404, f"Package {name} not found")
                 case ["api", "v0", "logs", "file"]:
-                    [wanted] = parse_qs(urlsplit(self.path).query)["submission_id"]
+                    asked = parse_qs(urlsplit(self.path).query)
+                    [wanted] = asked["submission_id"]
+                    asked["node_id"]  # Ray answers 500 without it
                     log = cluster.logs.get(wanted)
                     return (200, log.read_bytes()) if log and log.exists() else (404, f"no log of {wanted}")
                 case ["api", "v0", "nodes"]:
