@@ -65,10 +65,7 @@ def _differs(light: Any, real: Any, place: str = "") -> list[str]:
         ]
     if isinstance(light, list) and isinstance(real, list):
         return [each for member in light for each in min((_differs(member, one, place) for one in real), key=len)]
-    scalar = not isinstance(light, dict | list) and not isinstance(real, dict | list)
-    if light == real or (scalar and "null" in (light, real)):
+    if light == real or "null" in (light, real):
         return []
-    if place.endswith((".status", ".state", ".type", ".class_name")) and isinstance(light, str):
-        return []
-    numbers = {"int", "float"}
-    return [] if {light, real} <= numbers else [f"{place} is {light}, not {real}"]
+    own_word = place.endswith((".status", ".state", ".type", ".class_name")) and isinstance(light, str)
+    return [] if own_word or (light, real) == ("float", "int") else [f"{place} is {light}, not {real}"]
