@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from tests.chaos.scenarios import Scenario
+from workflows.activity_names import PROVE
 
 PREFIX: Final = "chaos"
 STORAGE: Final = f"s3://lanyard/{PREFIX}"
@@ -61,7 +62,8 @@ PACES: Final = {
 def run_json(scenario: Scenario) -> dict[str, Any]:
     """What a person would start."""
     pace, ending = PACES[scenario.slice], scenario.ending
-    steps = pace.steps if ending in ("succeeds", "started twice") else ENDLESS
+    comes_to_its_end = ending in ("succeeds", "started twice") or scenario.where.of == PROVE
+    steps = pace.steps if comes_to_its_end else ENDLESS
     spec: dict[str, Any] = {
         "name": "chaos",
         "hosts": {"provider": "local", "count": 2},
