@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from tests.chaos.lane import Lane
@@ -132,8 +131,3 @@ def _of(status: str) -> str:
     return {shown: outcome for outcome, shown in STATUS.items() if outcome not in ("rejected", "aborted")}.get(
         status, "none"
     )
-
-
-def elsewhere_left(lane: Lane, key: str) -> list[Path]:
-    """What a worker with another home made for this run there."""
-    return sorted((lane.root / f"elsewhere-{key}").glob("hosts/*"))
