@@ -37,6 +37,7 @@ OPERATOR: Final = (
     "two workers",
     "newer code",
     "empty home",
+    "threads blocked",
 )
 CLUSTER: Final = ("dashboard", "raylet", "driver", "training worker", "hosting service")
 NOBODY: Final = "nobody"
@@ -175,9 +176,9 @@ def fits(scenario: Scenario) -> bool:
         # It has to be alive, and training.
         training = where == TRAINING or (where.of in (names.CHOOSE,) and where.kind != "after")
         return training and ending not in ("execution timeout", "reset, then terminated")
-    if victim in ("network", "empty home") and not (hosted or where.of == names.SAVE_RECORDS):
+    if victim in ("network", "empty home", "threads blocked") and not (hosted or where.of == names.SAVE_RECORDS):
         return False
-    if victim == "empty home" and where.kind == "gap":
+    if victim in ("empty home", "threads blocked") and where.kind == "gap":
         return False
     if ending.startswith("reset") and (where.kind == "gap" or where.of in _EARLY):
         return False  # before a claim there is nothing to release; tried where there is

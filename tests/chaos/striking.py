@@ -42,7 +42,7 @@ class Striker:
         """Strike; whoever is held may go on afterwards, into whatever is left of its world."""
         lane = self._lane
         match victim:
-            case "worker" | "worker gone long" | "newer code" | "empty home":
+            case "worker" | "worker gone long" | "newer code" | "empty home" | "threads blocked":
                 await lane.kill("worker")
             case "temporal" | "s3":
                 await lane.kill(victim)
@@ -72,6 +72,8 @@ class Striker:
                 await lane.start_worker()
             case "newer code":
                 await lane.start_worker(variant="newer")
+            case "threads blocked":
+                await lane.start_worker(variant="blocked")
             case "empty home":
                 await lane.start_worker(home=lane.root / f"elsewhere-{self._key}")
                 await asyncio.sleep(HEARTBEAT_S[lane.which] + 4)
@@ -111,8 +113,8 @@ class Striker:
         for name, start in (("temporal", lane.start_temporal), ("s3", lane.start_s3)):
             if not lane.alive(name):
                 await start()
-        if victim == "newer code" and lane.alive("worker"):
-            await lane.end("worker")
+        if victim in ("newer code", "threads blocked") and lane.alive("worker"):
+            await lane.kill("worker")
         if not lane.alive("worker"):
             await lane.start_worker()
 

@@ -99,7 +99,7 @@ def test_expectations_follow_from_the_ending_alone() -> None:
 @pytest.mark.parametrize("which", ["light", "real"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_every_ending_has_a_run_json_that_is_accepted(which: Literal["light", "real"], ending: str) -> None:
-    assert parse_run([run_json(Scenario(which, TRAINING, "worker", ending))])
+    assert parse_run((run_json(Scenario(which, TRAINING, "worker", ending)),))
 
 
 def test_a_name_is_one_word_of_four_parts() -> None:

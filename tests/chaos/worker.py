@@ -5,7 +5,8 @@
 FOLDER has the plan and the tunnel's `cut`. SLICE `light` gives it the light hosting service, shorter durations and a
 check of SHA256SUMS in place of the inspector (which needs torch); `real` changes nothing but the holding. VARIANT:
 `newer` (a later version: another trainer source, and a patched workflow), `typeless` (does not know GuardedTrain),
-`changed` (an incompatible GuardedTrain), `deadlocked` (a GuardedTrain that blocks its task). With `--spare` everything
+`changed` (an incompatible GuardedTrain), `deadlocked` (a GuardedTrain that blocks its task), `blocked` (all threads of
+launches hang, and no slot of watchers is free beside those of one run). With `--spare` everything
 is imported, and work begins with the first line on the standard input.
 """
 
@@ -19,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -271,6 +273,15 @@ def hold_between_tasks(holder: Holder, patches: contextlib.ExitStack) -> None:
     patches.enter_context(mock.patch.object(sdk_workflow._WorkflowWorker, "_handle_activation", handled))
 
 
+def blocked_launches(count: int, name: str) -> ThreadPoolExecutor:
+    """Threads as the wiring wants them; those of launches are busy with something that never ends."""
+    made = ThreadPoolExecutor(count, name)
+    if name == "launch":
+        for _ in range(count):
+            made.submit(time.sleep, 3600)
+    return made
+
+
 async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
     """Work until told to stop."""
     holder = Holder(folder)
@@ -288,6 +299,9 @@ async def main(folder: Path, which: str, variant: str, spare: bool) -> None:
         if variant == "newer":
             trees = {"VERSION": Path(__file__).parent / "light"}
             patches.enter_context(mock.patch.object(wiring, "package", lambda given: package({**given, **trees})))
+        if variant == "blocked":
+            patches.enter_context(mock.patch.object(wiring, "ThreadPoolExecutor", blocked_launches))
+            patches.enter_context(mock.patch.object(wiring, "WATCH_SLOTS", 2))
         more: dict[str, Any] = {"interceptors": [Watching(holder, variant)]}
         if light:
             more["sticky_queue_schedule_to_start_timeout"] = tempo.STICKY
