@@ -239,9 +239,11 @@ class _One:
             case "task fails for ever":
                 await self.lane.kill("worker")
                 await self.lane.start_worker(variant=self.chances.choice(("typeless", "deadlocked")))
+                await self._handle().signal("a word that nobody knows")
             case "non-determinism":
                 await self.lane.kill("worker")
                 await self.lane.start_worker(variant="changed")
+                await self._handle().signal("a word that nobody knows")  # what makes a task, and so a replay
             case ending:
                 again = await self._reset(ending)
                 if ending.endswith("cancelled"):
