@@ -136,6 +136,8 @@ class Scenario:
                 told.add("failed")
         if self.victim in CLUSTER and self.ending in ("execution timeout",):
             told.add("failed")
+        if self.ending in RESETS and self.where.of == names.PROVE:
+            told.add("succeeded")  # trained and exported: what is left needs no claim, and is proved and verified anew
         if self.ending == "reset, then cancelled":
             told.add("cancelled")  # whichever comes first: the cancel, or the refused claim
         return frozenset(told)
