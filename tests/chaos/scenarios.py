@@ -86,6 +86,8 @@ STATUS: Final = {
 """How Temporal shows each outcome."""
 
 _EARLY: Final = (names.ORIENT, names.PREFLIGHT)
+EARLY_GAPS: Final = 3
+"""Workflow tasks until preflight is over."""
 _HOSTED: Final = (names.SUBMIT, names.WATCH, names.CHOOSE, names.STRIKE)
 """Activities of a run that has its hosts."""
 _COMMON: Final = (*_EARLY, names.LAUNCH, names.PROVE_HOSTS, *_HOSTED, names.KEEP, names.RELEASE)
@@ -127,7 +129,8 @@ class Scenario:
         """The outcomes that would be true."""
         natural = OUTCOME.get(self.ending, "failed")
         told = {natural}
-        if self.victim in ("s3", "disk full", "everything of the operator") and self.where.of == names.PREFLIGHT:
+        early = self.where.of in _EARLY or (self.where.kind == "gap" and self.where.nth <= EARLY_GAPS)
+        if self.victim in ("s3", "disk full", "everything of the operator") and early:
             told.add("rejected")  # preflight tries storage, and says when it cannot be used
         if self.ending in ("succeeds", "started twice") and not self.acts_early:
             if self.victim in ("dashboard", "raylet", "driver"):

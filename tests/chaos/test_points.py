@@ -93,7 +93,7 @@ def test_expectations_follow_from_the_ending_alone() -> None:
     """A victim of the operator's side changes no outcome, but where storage is tried before anything exists."""
     for each in [*light(0), *real(0)]:
         if each.victim in (*OPERATOR, NOBODY) and len(each.expected) > 1:
-            early_or_late = each.where.of in (activity_names.PREFLIGHT, activity_names.PROVE)
+            early_or_late = each.where.of in (activity_names.ORIENT, activity_names.PREFLIGHT, activity_names.PROVE)
             assert early_or_late or each.ending == "reset, then cancelled", each.id
 
 
