@@ -9,11 +9,17 @@ MAKEFLAGS += --no-print-directory
 export PYTHON ?= python3
 RUN ?= examples/local.json
 TESTS ?=
+# Of `make chaos`: which scenarios (a seed gives the same ones), words that their names have, and which part of them.
+SLICE ?= light
+SEED ?= 0
+ONLY ?=
+SHARD ?= 1/1
+CHAOS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 CODE := $(wildcard workflows activities worker trainer tests bench examples)
 
-.PHONY: help demo stack test test-operator test-trainer bench search inspect lint format schema lock operator dev trainer-test \
+.PHONY: help demo stack test test-operator test-trainer bench chaos search inspect lint format schema lock operator dev trainer-test \
     application clean
 
 help: ## say what there is to do
@@ -42,6 +48,9 @@ inspect: application ## check a run's artifacts again, from storage alone (RUN=s
 
 bench: dev application ## the benchmarks; writes bench/results.json
 	@exec $(BIN)/python -m bench
+
+chaos: dev application ## strike runs at every instant and judge what is left (SLICE=light|real|all SEED= ONLY= SHARD=1/3)
+	@exec $(BIN)/python -m tests.chaos --slice '$(SLICE)' --seed '$(SEED)' --only '$(ONLY)' --shard '$(SHARD)' $(CHAOS)
 
 lint: dev ## ruff, mypy --strict and the layers
 	@$(BIN)/ruff check $(CODE)

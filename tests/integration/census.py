@@ -155,6 +155,10 @@ class Census:
 
     # -- processes
 
+    def living(self) -> list[Proc]:
+        """The processes of runs that live now, by pid."""
+        return list(self._look().values())
+
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_S):
             self._look()
