@@ -26,6 +26,7 @@ from workflows.policy import poll_s
 
 STATUS_EVERY_S: Final = 2.0
 """How often the job's native status is asked for."""
+ALL_UP: Final = "every host says that it is up"
 LOST_AFTER_S: Final = 60.0
 """The Jobs API silent for this long is lost: a busy head answers well within it, a dead one never."""
 
@@ -90,9 +91,14 @@ class Checkpoints:
             watch = _Watch(order, heart, self._storage)
             async with reach(self._providers, order.job.hosts) as endpoint, Jobs.at(endpoint) as jobs:
                 result = await watch.until_something_happens(jobs)
-            if result.end != "lost":
-                return result
-            return result.model_copy(update={"diagnosis": await self._what_became_of_the_hosts(order.job.hosts)})
+            if result.end == "lost":
+                return result.model_copy(update={"diagnosis": await self._what_became_of_the_hosts(order.job.hosts)})
+            if result.end in ("failed", "stalled"):
+                word = await self._what_became_of_the_hosts(order.job.hosts)
+                if word != ALL_UP:
+                    # A host that died is the cause; what Ray says of it is only that nodes are missing.
+                    return result.model_copy(update={"message": "; ".join(x for x in (word, result.message) if x)})
+            return result
 
     async def _what_became_of_the_hosts(self, hosts: HostsOrder) -> str:
         """The provider's own word on hosts that no longer answer; a lease that ran out is told there."""
@@ -103,7 +109,7 @@ class Checkpoints:
         except Exception as error:
             # Whatever is wrong with the question, that the job is lost is to be told.
             return f"what became of the hosts is unknown ({error})"
-        return "every host says that it is up"
+        return ALL_UP
 
 
 class _Watch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from typing import Any, Final
 
 from activities.jobs import JobInfo, Jobs, JobsError
@@ -12,6 +13,8 @@ LAST_LINES: Final = 6
 LONGEST_LINE: Final = 500
 _ERROR: Final = re.compile(r"(?:\S+\.)?[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
 """No repetition inside a repetition: a line of dots would keep the watcher's event loop busy for years."""
+_EXIT: Final = re.compile(r"exit code (-?\d+)")
+LONGEST_LAST: Final = 160
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
 _OUT_OF_MEMORY: Final = re.compile(r"OutOfMemory|OOM|oom-kill|Worker exit type: NODE_OUT_OF_MEMORY")
 _STORE_FULL: Final = re.compile(r"ObjectStoreFull|object store is full|object_store_memory", re.IGNORECASE)
@@ -25,7 +28,21 @@ async def diagnose(jobs: Jobs, job: JobOrder, info: JobInfo | None, note: str) -
         log = ""
         note = note or f"its log cannot be read: {error}"
     said = last_error(log or (info.message if info else ""))
+    if killed := killed_by(info.message if info else ""):
+        said = f"{killed}; the last it said: {said[:LONGEST_LAST]}" if said else killed
     return "; ".join(x for x in (said, note) if x), "; ".join(await _findings(jobs, job, log))
+
+
+def killed_by(message: str) -> str:
+    """The driver's death by a signal, where its exit code tells of one (negative, or a shell's 128 and more)."""
+    told = _EXIT.search(message)
+    code = int(told[1]) if told else 0
+    number = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return ""
+    return f"the driver was killed by {name} (exit code {code})"
 
 
 def last_error(log: str) -> str:

@@ -89,7 +89,8 @@ def distil(verdict: Verdict, found: Found) -> dict[str, Any]:
     rows = _ranks(verdict, found, missing)
     return {
         "commits": _spread(commits, MAX_COMMITS, verdict.victim.commit.step if verdict.victim else None),
-        "commits_total": len(commits),
+        # A run notes down some of its commits only, and Ray keeps the last ones; its index counts them all.
+        "commits_total": max([len(commits), *(c.index for c in (*verdict.commits, *last_commits(found)))]),
         "loss": curve,
         "held_out": held_out,
         "placement": rows[:MAX_RANKS],

@@ -262,7 +262,7 @@ def _marks(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> 
     if victim:
         step = victim["commit"]["step"]
         word = (
-            "killed" if strike and strike["outcome"] == "killed" else "struck" if strike else "chosen, perhaps struck,"
+            "killed" if strike and strike["outcome"] == "killed" else "struck" if strike else "chosen, struck or not,"
         )
         marks.append(Mark("kill", step, f"rank {victim['rank']} {word} after step {step:,}"))
     for attempt in attempts:

@@ -459,7 +459,9 @@ def serve(order: Order) -> int:
 
     bucket_path = order["storage"].partition("://")[2]
     # Short timeouts: a look that hangs would be a look that is missing.
-    store: pafs.FileSystem = storage.filesystem(connect_timeout_s=5, request_timeout_s=10)
+    store: pafs.FileSystem = storage.filesystem(
+        connect_timeout_s=5, request_timeout_s=10, attempts=storage.HASTY_ATTEMPTS
+    )
     receipt_path = storage.join(bucket_path, f"hosts/{order['index']}/receipt.json")
     os.chdir(order["private_dir"])
     return Service(

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         root = job.storage_path("storage", job.storage_in(os.environ))[1]
-        store = storage.filesystem(connect_timeout_s=3, request_timeout_s=5)
+        store = storage.filesystem(connect_timeout_s=3, request_timeout_s=5, attempts=storage.HASTY_ATTEMPTS)
     except (job.JobError, storage.StorageError) as error:
         return _say(EXIT_USAGE, f"not started: {error}")
     return keep(command, LeaseWatch(boot_clock, lambda: storage.observe_lease(store, root)))

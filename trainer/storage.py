@@ -15,6 +15,11 @@ import pyarrow.fs as pafs
 
 from trainer.lease import UNREADABLE, Observation, Tombstone, Unreadable
 
+PATIENT_ATTEMPTS = 12
+"""The waits between them double from 25 ms: a server that is away for a minute and a half ends no training."""
+HASTY_ATTEMPTS = 3
+"""For who looks again anyway."""
+
 
 class StorageError(RuntimeError):
     """Storage is not usable as configured; the message says what to do."""
@@ -25,7 +30,11 @@ class DifferingBytes(StorageError):
 
 
 def filesystem(
-    environ: Mapping[str, str] | None = None, *, connect_timeout_s: float = 10, request_timeout_s: float = 60
+    environ: Mapping[str, str] | None = None,
+    *,
+    connect_timeout_s: float = 10,
+    request_timeout_s: float = 60,
+    attempts: int = PATIENT_ATTEMPTS,
 ) -> pafs.S3FileSystem:
     """S3 at AWS_ENDPOINT_URL (AWS itself where unset) in AWS_REGION; the keys stay in the environment.
 
@@ -37,7 +46,7 @@ def filesystem(
         "region": region,
         "connect_timeout": connect_timeout_s,
         "request_timeout": request_timeout_s,
-        "retry_strategy": pafs.AwsStandardS3RetryStrategy(max_attempts=3),
+        "retry_strategy": pafs.AwsDefaultS3RetryStrategy(max_attempts=attempts),
     }
     endpoint = source.get("AWS_ENDPOINT_URL")
     if endpoint:

@@ -115,3 +115,20 @@ async def test_nonsense_from_the_cluster_is_unknown_as_well(api: JobsApi, jobs: 
     said, found = await diagnose(jobs, JOB, None, "")
     assert "its log cannot be read" in said
     assert "the cluster's state cannot be read" in found
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("Job entrypoint command failed with exit code 137, last available logs", "killed by SIGKILL (exit code 137)"),
+        ("Job entrypoint command failed with exit code -15, last available logs", "killed by SIGTERM (exit code -15)"),
+        ("Job entrypoint command failed with exit code 1, last available logs", ""),
+        ("Job supervisor actor died", ""),
+    ],
+)
+async def test_a_driver_that_was_killed_is_said_to_be(api: JobsApi, jobs: Jobs, message: str, said: str) -> None:
+    api.add(ID, "FAILED", message=message)
+    api.logs[ID] = "at: Che;\nstep 12 loss 0.1\n"
+    told, _ = await diagnose(jobs, JOB, await jobs.info(ID), "")
+    assert said in told
+    assert told.startswith("the driver was killed") == bool(said)
