@@ -29,6 +29,14 @@ class DifferingBytes(StorageError):
     """An object that must never change already holds other bytes."""
 
 
+class EnvironmentS3(pafs.S3FileSystem):
+    """S3 as the environment says. Ray carries it to its controller and workers by pickle, and Arrow's own would lose
+    the retries on the way: a pickle of this one holds nothing, and each process makes it anew from its environment."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return filesystem, ()
+
+
 def filesystem(
     environ: Mapping[str, str] | None = None,
     *,
@@ -56,7 +64,7 @@ def filesystem(
         if "@" in parts.netloc:
             raise StorageError("AWS_ENDPOINT_URL holds credentials; put them in AWS_ACCESS_KEY_ID and its companion")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
-    return pafs.S3FileSystem(**options)
+    return EnvironmentS3(**options)
 
 
 def join(*parts: str) -> str:

@@ -83,8 +83,9 @@ async def tell_open_runs(address: str) -> None:
         return  # a farewell, not a check
     if count.count:
         say(
-            f"{count.count} run(s) are not finished: they go on when the stack is started again; until then their "
-            "hosts run on, and stop by themselves when their lease runs out"
+            f"{count.count} run(s) are not finished: they go on when the stack is started again. Until then their "
+            "hosts run on and stop by themselves when their lease runs out; a training that commits waits for storage "
+            "for about a minute and a half, and fails then"
         )
 
 

@@ -33,8 +33,9 @@ def test_the_filesystems_pickle_carries_no_key(monkeypatch: pytest.MonkeyPatch) 
     store = storage.filesystem()
     pickled = pickle.dumps(store)
     assert CANARY.encode() not in pickled
-    assert b"127.0.0.1:1" in pickled
     assert pickle.loads(pickled) == store
+    # Arrow's own pickle forgets the retries, and Ray's controller would give up at the first refusal.
+    assert type(pickle.loads(pickled)) is storage.EnvironmentS3
 
 
 @pytest.mark.parametrize("endpoint", ["ftp://host", "host:9000", f"http://user:{CANARY}@host:9000"])
