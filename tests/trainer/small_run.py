@@ -123,6 +123,7 @@ class _Training:
     def __init__(self, run: SmallRun) -> None:
         self.run = run
         self.commits: list[tuple[str, int]] = []
+        self.reported: list[dict[str, Any]] = []
         self.attempts: list[dict[str, Any]] = []
         self.shards = [shard(RECIPE, rank, WORLD_SIZE) for rank in range(WORLD_SIZE)]
 
@@ -195,7 +196,12 @@ class _Training:
         }
         (folder / "journal.json").write_text(json.dumps(journal))
         self.commits.append((name, step))
-        results = [{"version": 0, "checkpoint_dir_name": n, "metrics": {"step": s}} for n, s in self.commits]
+        hashes = {
+            "model_sha256": model_sha256(model.state_dict()),
+            "momentum_sha256": momentum_sha256(optimizer.state_dict()),
+        }
+        self.reported.append({"version": 0, "checkpoint_dir_name": name, "metrics": {"step": step, **hashes}})
+        results = self.reported
         snapshot = {
             "ray_version": "2.58.0",
             "checkpoint_results": results,

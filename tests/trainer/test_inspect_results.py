@@ -82,7 +82,7 @@ def test_sound_run_passes_every_check(run: SmallRun, tmp_path: Path, capsys: pyt
     assert outcome["figures"]["held_out_loss_recomputed"] == metrics["held_out"]["final_loss"]
     assert [check["name"] for check in outcome["not_applicable"]] == ["distinct hosts"]
     table = capsys.readouterr().out
-    assert "all 23 checks hold" in table
+    assert "all 24 checks hold" in table
     assert "FAILED" not in table
 
 
@@ -220,6 +220,20 @@ def flips_inside_checkpoint(run: SmallRun) -> None:
     at = data.index(torch.load(native(run), weights_only=True)["model"]["weight"].numpy().tobytes())
     data[at + 2] ^= 1
     native(run).write_bytes(bytes(data))
+
+
+def kept_commit(run: SmallRun) -> Path:
+    """One that is neither restored nor the last."""
+    return run.root / "train" / "main" / commit_name(16, 2) / "checkpoint.pt"
+
+
+def changes_kept_commit(run: SmallRun) -> None:
+    run.resave(kept_commit(run), lambda content: content["model"]["weight"].add_(1e-3))
+
+
+def truncates_kept_commit(run: SmallRun) -> None:
+    place = kept_commit(run)
+    place.write_bytes(place.read_bytes()[:-40])
 
 
 def forgets_momentum(content: dict[str, Any]) -> None:
@@ -630,6 +644,18 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "differs from metrics.json in step 3",
     ),
     (
+        "a kept commit is not what was reported",
+        changes_kept_commit,
+        "kept commits",
+        "its model differ from what was reported at its commit",
+    ),
+    (
+        "a kept commit is truncated",
+        truncates_kept_commit,
+        "kept commits",
+        "truncated",
+    ),
+    (
         "checkpoint linked",
         links_checkpoint,
         "checkpoint",
@@ -650,7 +676,7 @@ def test_tampered_run_is_refused_by_name(run: SmallRun, tmp_path: Path, tamper: 
     assert check in found, found
     assert words in found[check], found[check]
     # Everything else was still tried.
-    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 24
+    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 25
     assert not [detail for detail in found.values() if detail.startswith("cannot be checked")], found
 
 

@@ -224,6 +224,21 @@ def check_journal(root: Root, folder: str, step: int) -> dict[str, Any]:
     return document
 
 
+def check_reported(root: Root, folder: str, commit: Commit) -> bool:
+    """That a native checkpoint holds the model and momentum whose hashes were reported with it; False where the report
+    told none. Raises Damaged."""
+    path = f"{folder}/{NATIVE_FILE}"
+    told = commit.metrics.get("model_sha256"), commit.metrics.get("momentum_sha256")
+    if not all(isinstance(each, str) for each in told):
+        return False
+    content = load_archive(root, path)
+    held = model_sha256(content["model"]), momentum_sha256(content["optimizer"])
+    differing = [what for what, a, b in zip(("model", "momentum"), told, held, strict=True) if a != b]
+    if differing:
+        raise Damaged(path, f"its {' and its '.join(differing)} differ from what was reported at its commit")
+    return True
+
+
 def check_loads(root: Root, folder: str, native: bool) -> int | None:
     """That the checkpoint in ``folder`` is whole, without knowing its recipe; its step where its bytes say
     it.

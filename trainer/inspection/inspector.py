@@ -18,6 +18,7 @@ from trainer.inspection.checkpoints import (
     Reloaded,
     check_journal,
     check_loads,
+    check_reported,
     load_archive,
     read_commits,
     reload,
@@ -118,6 +119,7 @@ class _Inspection:
         exported("state.pt", self._check_state)
         self._check("commit", self._check_commit)
         self._check("checkpoint", self._check_checkpoint)
+        self._check("kept commits", self._check_kept)
         exported("checkpoint journal", self._checkpoint_journal)
         exported("held-out loss", self._held_out)
         self._figures()
@@ -316,6 +318,25 @@ class _Inspection:
             return f"{folder} is whole (its contents are the workload's own)"
         checkpoint = self._checkpoint.own()
         return res.check_same_state(f"{folder}/{NATIVE_FILE}", checkpoint, self._state.get())
+
+    def _check_kept(self) -> str:
+        """Every commit that is still there loads, and holds the state that was reported with it."""
+        problems: list[str] = []
+        commits: tuple[Commit, ...] = self._commits.get()
+        kept = [commit for commit in commits if self._root.entries(f"train/{self._train_name}/{commit.name}")]
+        compared = 0
+        for commit in kept:
+            folder = f"train/{self._train_name}/{commit.name}"
+            try:
+                check_loads(self._root, folder, native=self._kind == "regression")
+                if self._kind == "regression":
+                    told = check_reported(self._root, folder, commit)
+                    compared += told
+            except Failed as failed:
+                problems += failed.problems
+        require(problems)
+        said = f"{len(kept)} load"
+        return said + (f", {compared} equal by hash to what was reported" if compared else "")
 
     def _checkpoint_journal(self) -> str:
         folder, metrics = self._checkpoint_folder(), self._metrics.get()

@@ -54,7 +54,7 @@ def main() -> int:
     state = hosting.State(order)
     state.write("preparing")
     write_private_file(private / "environment.json", json.dumps(RECORD).encode())
-    store = storage.filesystem(request_timeout_s=3)
+    store = storage.filesystem(request_timeout_s=3, attempts=storage.HASTY_ATTEMPTS)
     root = order["storage"].removeprefix("s3://")
     os.chdir(private)
     return hosting.Service(

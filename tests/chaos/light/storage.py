@@ -21,6 +21,10 @@ PATIENCE_S = 20.0
 """How long a request of a training goes on against a server that does not answer, or has no room."""
 
 
+PATIENT_ATTEMPTS = 12
+HASTY_ATTEMPTS = 3
+
+
 class StorageError(RuntimeError):
     """Storage is not usable as configured."""
 
@@ -92,13 +96,17 @@ class Store:
 
 
 def filesystem(
-    environ: Mapping[str, str] | None = None, *, connect_timeout_s: float = 10, request_timeout_s: float = 60
+    environ: Mapping[str, str] | None = None,
+    *,
+    connect_timeout_s: float = 10,
+    request_timeout_s: float = 60,
+    attempts: int = PATIENT_ATTEMPTS,
 ) -> Store:
-    """A store at AWS_ENDPOINT_URL. A reader that asks for short timeouts gets one answer or an error; a training goes
-    on asking for PATIENCE_S. Raises StorageError."""
+    """A store at AWS_ENDPOINT_URL. A reader that is hasty gets one answer or an error; a training goes on asking for
+    PATIENCE_S. Raises StorageError."""
     source = os.environ if environ is None else environ
     try:
-        return Store(source, min(5.0, request_timeout_s), PATIENCE_S if request_timeout_s >= 60 else 0.0)
+        return Store(source, min(5.0, request_timeout_s), PATIENCE_S if attempts >= PATIENT_ATTEMPTS else 0.0)
     except KeyError as missing:
         raise StorageError(f"{missing} is not set") from missing
 
