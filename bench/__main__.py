@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         measured = [each for each in measured if each.figure.name in options.only]
     table(measured, console)
-    if options.output is None and (options.only or options.pairs < LEAST_PAIRS):
+    whole = not options.only and all(len(each.samples) >= each.least for each in measured)
+    if options.output is None and not whole:
         console.print(f"{RESULTS} is left as it was: it holds all figures, of at least {LEAST_PAIRS} pairs")
     else:
         target = options.output or RESULTS
@@ -117,7 +118,7 @@ async def measure(experiments: Sequence[Experiment], pairs: int, console: Consol
                     break
     say("all samples taken")
     return [
-        judge(figure, samples[place], trouble[place])
+        judge(figure, samples[place], trouble[place], 1 if experiment.once else LEAST_PAIRS)
         for place, experiment in enumerate(experiments)
         for figure in experiment.figures
     ]

@@ -75,25 +75,29 @@ class Measured:
     """None: no sample tells it."""
     samples: tuple[Any, ...]
     explanation: str
+    least: int
+    """How many samples it takes to judge it."""
 
     @property
     def holds(self) -> bool | None:
-        """None for a figure without a bar."""
-        if self.figure.bar is None:
+        """None for a figure without a bar, or with too few samples to say."""
+        if self.figure.bar is None or len(self.samples) < self.least:
             return None
         return self.value is not None and self.figure.bar.holds(self.value)
 
 
-def judge(figure: Figure, samples: Sequence[Any], trouble: Sequence[str]) -> Measured:
-    """The figure from its experiment's samples. What could not be measured is no value, and says why."""
+def judge(figure: Figure, samples: Sequence[Any], trouble: Sequence[str], least: int) -> Measured:
+    """The figure from its experiment's samples. What could not be measured is no value, and says why; a bar is said to
+    hold by at least ``least`` samples."""
     said = [f"not measured: {each}" for each in trouble]
     if not samples:
-        return Measured(figure, None, (), "; ".join(said) or "not measured")
+        return Measured(figure, None, (), "; ".join(said) or "not measured", least)
     return Measured(
         figure,
         figure.value(samples),
         tuple(figure.shows(each) for each in samples),
         "; ".join([figure.explain(samples), *said]),
+        least,
     )
 
 
