@@ -449,7 +449,8 @@ class GuardedTrain:
         if identity is None or record.run_key != identity.run_key:
             return
         self._progress.release = record
-        self._stop_for("failed", f"custody released the hosts: {record.reason}")
+        if not self._closing:
+            self._stop_for("failed", f"custody released the hosts: {record.reason}")
 
     @workflow.update
     async def extend(self, *told: Any) -> str:

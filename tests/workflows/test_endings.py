@@ -226,6 +226,11 @@ async def test_once_training_has_ended_a_stop_comes_too_late_and_the_outcome_sta
     assert ending.verdict.artifacts
     assert (await custodys_word(world)).cleanup == "clean"
     assert world.story()[-1] == names.REPORT
+    # It is told, and custody's own word of the release is not taken for one.
+    told = [event["what"] for event in (await run.query("progress"))["events"]]
+    late = [what for what in told if "too late" in what]
+    assert len(late) == 1
+    assert ("aborted" if stop == "abort" else "cancelled") in late[0]
 
 
 async def test_a_cancel_that_comes_with_the_end_of_an_activity_is_not_swallowed(
