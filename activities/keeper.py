@@ -81,6 +81,10 @@ class Keeper:
                 if duration > 0:
                     sequence = await self._write(uri, sequence, duration)
                     heart.say(lease=sequence, renewed_at=time.time())
+                else:
+                    # Before the first claim; the one after it should not be late.
+                    await asyncio.sleep(min(every, LOOK_S))
+                    continue
             except (RPCError, StorageError) as error:
                 heart.say(note=f"the lease was not renewed: {error}")
                 await asyncio.sleep(min(every, 5.0))
@@ -108,7 +112,8 @@ def _sequence_in(lease: bytes) -> int:
 
 
 async def _left(custody: WorkflowExecutionDescription) -> float:
-    """Seconds until custody's own deadline, which custody keeps in its memo; a closed custody leaves none."""
+    """Seconds until custody's own deadline, which custody keeps in its memo from its first claim on; none before that,
+    and none once it closed."""
     if custody.status != WorkflowExecutionStatus.RUNNING:
         return 0.0
     deadline = await custody.memo_value("deadline", default=None)

@@ -35,6 +35,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows.policy import KEEPER_GRACE_S
     from workflows.stories import outlive
 
+KEPT_FROM_THE_START = "kept-from-the-start"
+"""A patch. Before it the keeper began with the first claim: custody of a run that was reset before that, and terminated
+afterwards, stayed open until its own deadline."""
+
 
 @workflow.defn(name="Custody")
 class Custody:
@@ -49,6 +53,7 @@ class Custody:
         self._deadline = self._order.deadline
         self._due: str | None = self._refusal or self._order.due or None
         self._keeper: asyncio.Task[None] | None = None
+        self._lends = False
         self._record: Release | None = None
         self._struggle = ""
 
@@ -56,7 +61,11 @@ class Custody:
     async def run(self, *told: Any) -> Release:
         if self._refusal:
             raise ApplicationError(self._refusal, type="Rejected")
-        workflow.upsert_memo({"deadline": self._deadline})
+        kept = self._due is None and workflow.patched(KEPT_FROM_THE_START)
+        if kept and self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+        elif not self._lends:
+            self._remember_the_deadline()
         self._show()
         await self._until_release_is_due()
         self._record = await outlive(asyncio.create_task(self._release()), self._note_cancel)
@@ -72,8 +81,10 @@ class Custody:
         until = workflow.time() + claim.send_window_s + claim.longest_request_s
         self._windows.setdefault(claim.id, {})[claim.attempt] = until
         held = self._claims[claim.id] = self._with_window(claim)
-        if self._keeper is None:
+        if self._keeper is None:  # before KEPT_FROM_THE_START, or claimed in custody's first task
             self._keeper = asyncio.create_task(self._keep())
+        elif not self._lends:
+            self._remember_the_deadline()
         self._show()
         return held
 
@@ -116,7 +127,8 @@ class Custody:
             return
         if self._deadline < to <= self._order.deadline + MAX_EXTENSION_S:
             self._deadline = float(to)
-            workflow.upsert_memo({"deadline": self._deadline})
+            if self._lends:
+                self._remember_the_deadline()
 
     @workflow.query
     def claims(self) -> list[Claim]:
@@ -154,11 +166,16 @@ class Custody:
             except asyncio.CancelledError:
                 self._note_cancel()
 
+    def _remember_the_deadline(self) -> None:
+        """Where the keeper reads it, which renews no lease without: there is none before the first claim."""
+        self._lends = True
+        workflow.upsert_memo({"deadline": self._deadline})
+
     def _note_cancel(self) -> None:
         self._due = self._due or "the run closed, or custody was cancelled"
 
     async def _keep(self) -> None:
-        """Renew the lease from the first claim on, and notice when the exact run closes."""
+        """Notice when the exact run closes, and renew its lease from the first claim on."""
         closed = await self._watch_run(renew=True)
         self._due = self._due or f"the run closed ({closed.status})"
 

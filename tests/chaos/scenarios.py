@@ -185,8 +185,8 @@ def fits(scenario: Scenario) -> bool:
         return False
     if victim in ("empty home", "threads blocked") and where.kind == "gap":
         return False
-    if ending.startswith("reset") and (where.kind == "gap" or where.of in _EARLY):
-        return False  # before a claim there is nothing to release; tried where there is
+    if ending.startswith("reset") and where.kind == "gap":
+        return False  # a reset before the first of its tasks is none
     if ending in ("task fails for ever", "non-determinism"):
         # What goes wrong is the worker's own code: it cannot be replaced by another at the same time.
         return victim in ("temporal", "s3", "worker", *CLUSTER) and where in (TRAINING, *_points_of(names.WATCH))

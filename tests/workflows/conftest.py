@@ -3,7 +3,8 @@
 The older time-skipping server ignores parent close policies. The newer one honours them, but skips no time while an
 activity runs, waits to be retried, or a child is open, which is always (tried with SDK 1.35, server 1.32).
 
-`python -m pytest tests/workflows --record-histories` writes the histories that `test_replay.py` replays anew.
+`python -m pytest tests/workflows --record-histories` writes the histories that `test_replay.py` replays: new ones, and
+those that a new patch changes. What a workflow commands may not change without a patch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import pytest_asyncio
@@ -24,6 +25,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.common import RetryPolicy, SearchAttributeKey
 from temporalio.testing import WorkflowEnvironment
 
+from tests.workflows.fingerprints import change, fingerprint, patches
 from tests.workflows.server import Temporal
 from tests.workflows.stand_ins import World
 from worker.setup import SEARCH_ATTRIBUTES
@@ -31,10 +33,11 @@ from workflows import timeouts
 from workflows.decoding import data_converter
 
 HISTORIES = Path(__file__).parent / "histories"
+EARLIER = HISTORIES / "earlier"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-histories", action="store_true", help="write tests/workflows/histories anew")
+    parser.addoption("--record-histories", action="store_true", help="write histories that are new or newly patched")
 
 
 @pytest.fixture(scope="session")
@@ -77,22 +80,58 @@ def world(temporal: Temporal, request: pytest.FixtureRequest) -> World:
     return temporal.stand_ins.world(told)
 
 
-Keep = Callable[[WorkflowHandle[Any, Any], str], Coroutine[Any, Any, None]]
+class Keep(Protocol):
+    """`keep_history`, below."""
+
+    async def __call__(self, handle: WorkflowHandle[Any, Any], name: str, *, races: bool = False) -> None: ...
 
 
 @pytest.fixture
 def keep_history(pytestconfig: pytest.Config) -> Keep:
-    """Writes a closed workflow's history below `histories/`, when the session records; otherwise nothing."""
+    """Compares a closed workflow's commands with those of its recorded history: a change needs a patch.
 
-    async def keep(handle: WorkflowHandle[Any, Any], name: str) -> None:
-        if not pytestconfig.getoption("record_histories", default=False):
-            return
-        history = json.loads((await handle.fetch_history()).to_json())
+    When the session records, a new history is written. One that has another patch takes the place of the old one,
+    which is kept among the earlier ones; one with other commands and no other patch is refused. What is commanded is
+    not compared where it depends on which of two comes first (``races``).
+    """
+
+    async def keep(handle: WorkflowHandle[Any, Any], name: str, *, races: bool = False) -> None:
+        path = HISTORIES / f"{name}.json"
+        events = [without_traces(event) for event in json.loads((await handle.fetch_history()).to_json())["events"]]
+        told = recorded_events(path) if path.exists() else None
+        if told is not None:
+            patched = patches(events) != patches(told)
+            changed = change(fingerprint(told), fingerprint(events))
+            if not patched:
+                assert races or not changed, (
+                    f"{name}: other commands than recorded, and no patch: {changed}. Runs under way would not replay; "
+                    "put the change behind workflow.patched() and record (--record-histories)"
+                )
+                return
+            assert pytestconfig.getoption("record_histories", default=False), (
+                f"{name}: a patch that its recorded history has not; record it (--record-histories), "
+                "the earlier one is kept and replayed"
+            )
+            keep_earlier(path)
+        elif not pytestconfig.getoption("record_histories", default=False):
+            raise AssertionError(f"{name} has no recorded history; record it (--record-histories)")
         HISTORIES.mkdir(exist_ok=True)
-        told = ",\n".join(json.dumps(without_traces(event), sort_keys=True) for event in history["events"])
-        (HISTORIES / f"{name}.json").write_text(f'{{"events": [\n{told}\n]}}\n')
+        lines = ",\n".join(json.dumps(event, sort_keys=True) for event in events)
+        path.write_text(f'{{"events": [\n{lines}\n]}}\n')
 
     return keep
+
+
+def recorded_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a recorded history."""
+    return list(json.loads(path.read_text())["events"])
+
+
+def keep_earlier(path: Path) -> None:
+    """Move a history to those of earlier versions, under a number of its own."""
+    EARLIER.mkdir(exist_ok=True)
+    number = 1 + sum(1 for _ in EARLIER.glob(f"{path.stem}.*.json"))
+    path.rename(EARLIER / f"{path.stem}.{number}.json")
 
 
 def without_traces(value: Any) -> Any:

@@ -136,15 +136,42 @@ async def test_an_attempt_whose_answer_was_lost_keeps_its_window_when_the_next_o
     assert record.claims[0].may_appear_until == lost.may_appear_until
 
 
-async def test_the_keeper_is_started_by_the_first_claim_and_only_once(guarded: Guarded) -> None:
-    assert guarded.world.orders(names.KEEP) == []
+async def test_the_keeper_is_there_from_the_start_and_only_once(guarded: Guarded) -> None:
+    await keeping(guarded)
     await guarded.claim(name="a")
     await guarded.claim(name="b")
-    await keeping(guarded)
     record = await guarded.word()
     first, last = guarded.world.orders(names.KEEP)
     assert (first.renew, last.renew) == (True, False)
     assert record.reason == "the run closed (terminated)"
+
+
+async def test_a_run_that_closed_before_it_claimed_anything_is_noticed_by_the_keeper(guarded: Guarded) -> None:
+    """As after a reset: the server's own cancel of the child does not come."""
+    await keeping(guarded)
+    record = await guarded.word()
+    assert (record.cleanup, record.claims, record.reason) == ("clean", (), "the run closed (terminated)")
+
+
+async def test_no_lease_is_lent_before_the_first_claim(guarded: Guarded) -> None:
+    """The keeper renews while custody's memo has a deadline. A run that is refused leaves nothing in storage."""
+    await keeping(guarded)
+
+    async def deadline() -> float | None:
+        kept: float | None = await (await guarded.custody.describe()).memo_value("deadline", default=None)
+        return kept
+
+    moved = (await guarded.state())["deadline"] + 60
+    await guarded.custody.signal(Custody.move_deadline, moved)
+
+    async def has_moved() -> bool:
+        return bool((await guarded.state())["deadline"] == moved)
+
+    await until(has_moved, "the deadline moves")
+    assert await deadline() is None
+    await guarded.claim()
+    assert await deadline() == moved
+    await guarded.word()
 
 
 async def keeping(guarded: Guarded) -> None:

@@ -391,7 +391,18 @@ async def test_a_reset_run_ends_failed_and_leaves_nothing(
     assert ending.verdict.cleanup in ("clean", "unproved")
     if phase == "train":
         where = "before" if to == 0 else "after"
-        await keep_history(again, f"run-reset-to-{where}-custodys-start")
+        await keep_history(again, f"run-reset-to-{where}-custodys-start", races=True)
+
+
+@pytest.mark.parametrize("to", [0, -1], ids=["before custody's start", "after custody's start"])
+async def test_a_run_reset_in_preflight_and_then_terminated_leaves_no_custody_open(world: World, to: int) -> None:
+    run, hold = await held_in(world, PHASES["preflight"])
+    again = await reset(world, run, to)
+    await again.terminate("by hand")
+    hold.go.set()
+    record = await custodys_word(world)
+    assert (record.cleanup, record.claims) == ("clean", ())
+    assert world.touched == []
 
 
 async def test_a_run_reset_after_all_was_released_ends_failed_and_touches_nothing(world: World) -> None:

@@ -226,8 +226,9 @@ async def test_a_custody_that_opens_between_the_looks_guards(guarded: Guarded, p
 
 
 async def open_custody(guarded: Guarded) -> WorkflowHandle[Any, Any]:
-    """A custody of the same id that guards, for as long as nobody ends it. Its keeper is not asked: nothing is
-    claimed."""
+    """A custody of the same id that guards, for as long as nobody ends it: its keeper does not see that the run has
+    closed."""
+    guarded.world.script[names.KEEP] = Hold()
     order = CustodyOrder(identity=guarded.identity, hosts=guarded.hosts, deadline=2e9)
     return await guarded.world.client.start_workflow(
         "Custody", order, id=guarded.identity.custody_id, task_queue=RUN_QUEUE

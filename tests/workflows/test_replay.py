@@ -1,8 +1,8 @@
 """The histories of each kind of ending still replay: a running run survives an upgrade of its worker.
 
-They were recorded by `python -m pytest tests/workflows --record-histories`. A history that no longer replays says that
-runs which are under way would break: either the change is made compatible (`workflow.patched`), or, while nothing has
-been released, the histories are recorded anew.
+They were recorded by `python -m pytest tests/workflows --record-histories`, which keeps those of earlier versions. A
+history that no longer replays says that runs which are under way would break: the change is made compatible
+(`workflow.patched`). A change of what is commanded fails where the history is made (`keep_history`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from temporalio.client import WorkflowHistory
 from temporalio.worker import Replayer
 from temporalio.workflow import NondeterminismError
 
-from tests.workflows.conftest import HISTORIES
+from tests.workflows.conftest import HISTORIES, recorded_events
+from tests.workflows.fingerprints import change, fingerprint, patches
 from tests.workflows.server import WORKFLOWS, runner
 from workflows import activity_names
 from workflows.decoding import data_converter
 
-RECORDED = sorted(HISTORIES.glob("*.json"))
+RECORDED = sorted(HISTORIES.rglob("*.json"))
 ENDINGS = {
     "run-succeeded",
     "run-with-drill-and-parity-succeeded",
@@ -76,8 +77,29 @@ async def test_a_history_of_another_story_does_not_replay(monkeypatch: pytest.Mo
         await replay(HISTORIES / "run-succeeded.json", within_s=5.0)
 
 
+def test_a_fingerprint_tells_every_command_more_less_or_renamed() -> None:
+    events = recorded_events(HISTORIES / "run-succeeded.json")
+    usual = fingerprint(events)
+    commands = [event for event in events if fingerprint([event])]
+    assert usual.total() == len(commands) > 20
+    for event in commands:
+        [name] = fingerprint([event])
+        without = fingerprint(each for each in events if each is not event)
+        assert change(usual, without) == [f"-1 {name}"]
+        assert change(usual, fingerprint([*events, event])) == [f"+1 {name}"]
+    [renamed] = json.loads(json.dumps([commands[1]]).replace('"orient"', '"preflight"'))
+    assert len(change(fingerprint([commands[1]]), fingerprint([renamed]))) == 2
+
+
+def test_a_patch_is_no_command_of_its_own() -> None:
+    events = recorded_events(HISTORIES / "custody-of-a-run-that-succeeded.json")
+    assert len(patches(events)) == 1
+    marked = [event for event in events if patches([event])]
+    assert fingerprint(marked).total() == 0
+
+
 def test_each_kind_of_ending_has_its_history() -> None:
-    assert {path.stem for path in RECORDED} >= ENDINGS
+    assert {path.stem for path in RECORDED if path.parent == HISTORIES} >= ENDINGS
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
