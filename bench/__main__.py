@@ -15,7 +15,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.markup import escape
 
-from bench import overhead, recovery, steady
+from bench import durability, overhead, recovery, steady
 from bench.figure import Experiment, Measured, judge, table, write
 from bench.lab import Lab, Trouble, lab
 from trainer import environment
@@ -25,7 +25,14 @@ from worker.settings import SettingsError
 from worker.setup import SetupError
 from worker.stack import StackError
 
-EXPERIMENTS: Final = (overhead.EXPERIMENT, recovery.EXPERIMENT, steady.EXPERIMENT, recovery.LONGER)
+EXPERIMENTS: Final = (
+    overhead.EXPERIMENT,
+    recovery.EXPERIMENT,
+    steady.EXPERIMENT,
+    durability.TAKEOVER,
+    recovery.LONGER,
+    durability.KILLED,
+)
 RESULTS: Final = Path(__file__).with_name("results.json")
 LEAST_PAIRS: Final = 3
 """A median of fewer is not one."""

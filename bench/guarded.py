@@ -103,6 +103,14 @@ class GuardedRun:
         custody_history = await self._custody.fetch_history()
         return Ended(verdict, seconds, tuple(history.events), tuple(custody_history.events), custody.final)
 
+    async def custody_after_terminate(self) -> tuple[HistoryEvent, ...]:
+        """Wait for custody's last word on a run that can say none itself; custody's history. Raises RuntimeError for a
+        cleanup that is not clean."""
+        custody = await wait_closed(self._run, CUSTODY_LIMIT_S)
+        if custody.open or custody.final.get("cleanup") != "clean":
+            raise RuntimeError(f"{self.workflow_id}: {custody.final.get('cleanup', custody.trouble or 'open')}")
+        return tuple((await self._custody.fetch_history()).events)
+
     async def abort(self) -> None:
         """The signal `abort`."""
         await self._run.abort("the bench has seen enough")

@@ -47,7 +47,7 @@ class Lab:
     def __init__(self, home: Home, stack: Stack, client: Client, say: Callable[[str], None]) -> None:
         self._home, self._stack, self.client, self.say = home, stack, client, say
         settings = _settings(home.root)
-        self._environment = worker_environment(client_variables(home, stack.addresses, home.credentials(), settings))
+        self.environment = worker_environment(client_variables(home, stack.addresses, home.credentials(), settings))
         self.s3 = s3_client(stack.addresses.s3, home.credentials())
         self.application = environment.path()
         self.drilled: list[Any] = []
@@ -76,7 +76,7 @@ class Lab:
         file.write_text(json.dumps(spec))
         try:
             run = await GuardedRun.start(
-                self.client, binary("temporal"), self._environment, file, f"bench-{name}-{secrets.token_hex(3)}"
+                self.client, binary("temporal"), self.environment, file, f"bench-{name}-{secrets.token_hex(3)}"
             )
         except RuntimeError as error:
             raise Trouble(str(error)) from error
@@ -102,7 +102,7 @@ class Lab:
             *arguments,
             cwd=CHECKOUT,
             env={
-                **self._environment,
+                **self.environment,
                 MARK: mark,
                 "PYTHONPATH": str(CHECKOUT),
                 "PYTHONDONTWRITEBYTECODE": "1",
