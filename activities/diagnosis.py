@@ -10,13 +10,17 @@ from activities.jobs import JobInfo, Jobs, JobsError
 from workflows.evidence import JobOrder
 
 LAST_LINES: Final = 6
-LONGEST_LINE: Final = 500
+LONGEST_LINE: Final = 300
 _ERROR: Final = re.compile(r"(?:\S+\.)?[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
 """No repetition inside a repetition: a line of dots would keep the watcher's event loop busy for years."""
 _EXIT: Final = re.compile(r"exit code (-?\d+)")
 LONGEST_LAST: Final = 160
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
-_OUT_OF_MEMORY: Final = re.compile(r"OutOfMemory|OOM|oom-kill|Worker exit type: NODE_OUT_OF_MEMORY")
+_OUT_OF_MEMORY: Final = re.compile(
+    r"OutOfMemory|NODE_OUT_OF_MEMORY|CUDA out of memory|\bMemoryError\b"
+    r"|due to the node running low on memory|due to memory pressure"
+)
+"""What is only said of memory: Ray's word on any process that died hard names the kernel's OOM killer too."""
 _STORE_FULL: Final = re.compile(r"ObjectStoreFull|object store is full|object_store_memory", re.IGNORECASE)
 
 

@@ -22,6 +22,7 @@ from activities.verification import Application
 from workflows import activity_names
 from workflows.evidence import Cleared, Deployment, Identity, PreflightOrder, ResumePoint
 from workflows.spec import RunSpec, ScriptWorkload
+from workflows.workloads import RegressionWorkload
 
 AMBIENT: Final = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_JOB_SUBMISSION_ID")
 """Ray's native clients let these override an address they were given."""
@@ -176,7 +177,11 @@ class Preflight:
             return None
         source = spec.resume.from_.rstrip("/")
         heart.say(note=f"looking for a commit that loads in {source}")
-        code, out, err = await self._application.tool("trainer.last_commit", source, "--workload", spec.workload.kind)
+        asked = [source, "--workload", spec.workload.kind]
+        if isinstance(spec.workload, RegressionWorkload):
+            training = {"recipe": spec.workload.recipe.model_dump(mode="json"), "world_size": spec.hosts.count}
+            asked += ["--for", json.dumps(training)]
+        code, out, err = await self._application.tool("trainer.last_commit", *asked)
         said = (err.strip().splitlines() or out.strip().splitlines() or [f"exit status {code}"])[-1]
         if code == NONE_LOADS:
             _refuse(f"resume.from: {said}")

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -36,6 +36,19 @@ class CheckpointDamaged(RuntimeError):
 
 class CheckpointForeign(RuntimeError):
     """A checkpoint loads, but is not of this training; the message says in what it differs."""
+
+
+class Made(Protocol):
+    """Which checkpoint it is, and what it was made with."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def recipe(self) -> Mapping[str, Any]: ...
+    @property
+    def world_size(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -126,24 +139,24 @@ def load_state(checkpoint: Checkpoint) -> dict[str, Any]:
     raise CheckpointDamaged(f"checkpoint damaged: {name}/{STATE}: its part {broken} differs from its checksum")
 
 
-def must_match(restored: Restored, recipe: Mapping[str, Any], world_size: int) -> None:
-    """Raise CheckpointForeign unless ``restored`` is of the same training as ``recipe``; only the number of steps and
+def must_match(made: Made, recipe: Mapping[str, Any], world_size: int) -> None:
+    """Raise CheckpointForeign unless the checkpoint is of the same training as ``recipe``; only the number of steps and
     the checkpoint interval may differ."""
     different = [
-        f"{key} {restored.recipe.get(key)!r} there, {value!r} here"
+        f"{key} {made.recipe.get(key)!r} there, {value!r} here"
         for key, value in recipe.items()
-        if key not in MAY_CHANGE and restored.recipe.get(key) != value
+        if key not in MAY_CHANGE and made.recipe.get(key) != value
     ]
-    if restored.world_size != world_size:
-        different.append(f"world size {restored.world_size} there, {world_size} here")
+    if made.world_size != world_size:
+        different.append(f"world size {made.world_size} there, {world_size} here")
     if different:
         raise CheckpointForeign(
-            f"{restored.name} is of another training ({'; '.join(different)}); resume with the recipe and the number "
+            f"{made.name} is of another training ({'; '.join(different)}); resume with the recipe and the number "
             "of hosts it was made with (steps and checkpoint_interval may change)"
         )
-    if restored.step > recipe["steps"]:
+    if made.step > recipe["steps"]:
         raise CheckpointForeign(
-            f"{restored.name} is of step {restored.step}, past the recipe's last ({recipe['steps']}); raise steps"
+            f"{made.name} is of step {made.step}, past the recipe's last ({recipe['steps']}); raise steps"
         )
 
 

@@ -1,10 +1,11 @@
 """Find the newest committed checkpoint of a run that really loads, for another run to continue from.
 
-    python -m trainer.last_commit s3://bucket/prefix/<run key> [--workload regression|script]
+    python -m trainer.last_commit s3://bucket/prefix/<run key> [--workload regression|script] [--for TRAINING]
 
-Prints ``{"schema":1, "checkpoint": "s3://...", "step": N, "skipped": [{"checkpoint", "why"}]}``. Exit status
-0 when one loads, 3 when none does (the reason on stderr), 2 for an address that cannot be used or storage
-that does not answer. ``step`` is null where neither the checkpoint nor the metrics reported with it say one.
+Prints ``{"schema":1, "checkpoint": "s3://...", "step": N, "skipped": [{"checkpoint", "why"}]}``. Exit status 0 when one
+loads, 3 when none does or the newest is of another training than TRAINING (the reason on stderr), 2 for an address that
+cannot be used or storage that does not answer. ``step`` is null where neither the checkpoint nor the metrics reported
+with it say one.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from trainer.checkpoints import CheckpointForeign, must_match
 from trainer.inspection.checklist import Failed
-from trainer.inspection.checkpoints import check_loads, read_commits
+from trainer.inspection.checkpoints import check_journal, check_loads, read_commits
 from trainer.inspection.storage import NothingStored, Root, Unanswered, Unreadable, UnusableInput, open_root
 
 TRAIN_NAME = "main"
@@ -81,6 +84,24 @@ def find_last_commit(root: Root, native: bool = True) -> LastCommit:
     raise NoneLoads(f"none of the {len(skipped)} commits of {root.location} loads: {reasons}")
 
 
+@dataclass(frozen=True)
+class _Made:
+    name: str
+    step: int
+    recipe: Mapping[str, Any]
+    world_size: int
+
+
+def check_continues(root: Root, found: LastCommit, training: Mapping[str, Any]) -> None:
+    """Raise CheckpointForeign where the training (``recipe``, ``world_size``) would refuse to go on from this commit of
+    the regression's."""
+    assert found.step is not None
+    name = found.checkpoint.rsplit("/", 1)[-1]
+    journal = check_journal(root, f"train/{TRAIN_NAME}/{name}", found.step)
+    made = _Made(name, found.step, journal["recipe"], journal["world_size"])
+    must_match(made, training["recipe"], training["world_size"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -94,11 +115,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="regression",
         help="who wrote the checkpoints; a script's are looked at less closely",
     )
+    parser.add_argument(
+        "--for",
+        dest="training",
+        type=json.loads,
+        metavar="TRAINING",
+        help='JSON of the regression that is to continue: {"recipe": {...}, "world_size": N}',
+    )
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="lanyard-last-commit-") as scratch:
         try:
-            found = find_last_commit(open_root(options.root, Path(scratch)), options.workload == "regression")
-        except (NoneLoads, NothingStored) as problem:
+            root = open_root(options.root, Path(scratch))
+            found = find_last_commit(root, options.workload == "regression")
+            if options.training:
+                check_continues(root, found, options.training)
+        except (NoneLoads, NothingStored, CheckpointForeign) as problem:
             print(f"last_commit: {problem}", file=sys.stderr)
             return NONE_LOADS
         except UnusableInput as problem:

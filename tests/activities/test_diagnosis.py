@@ -71,6 +71,8 @@ async def test_nothing_wrong_with_the_cluster_is_said_too(jobs: Jobs) -> None:
     [
         ("Worker exit type: NODE_OUT_OF_MEMORY", {}, "a worker ran out of memory"),
         ("torch.OutOfMemoryError: CUDA out of memory", {}, "a worker ran out of memory"),
+        ("2 worker(s) were killed due to the node running low on memory.", {}, "a worker ran out of memory"),
+        ("numpy: MemoryError: Unable to allocate 8. TiB", {}, "a worker ran out of memory"),
         ("ray.exceptions.ObjectStoreFullError: x", {}, "Ray's object store was full"),
         ("", {"nodes": [node("127.0.0.2"), node("127.0.0.3", "DEAD")]}, "only 1 of 2 Ray nodes are alive"),
         ("", {"nodes": []}, "only 0 of 2 Ray nodes are alive"),
@@ -89,6 +91,21 @@ async def test_each_cause_is_found(
     api.logs[ID] = log
     api.state.update(state)
     assert found in (await diagnose(jobs, JOB, None, ""))[1]
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        # Ray's words on a worker and on a raylet that were killed, Ray 2.58.
+        "Potential root causes: (1) The process is killed by SIGKILL by OOM killer due to high memory usage.",
+        "Some common causes include: (1) the process was killed by the OOM killer due to high memory usage",
+        "(raylet) SIGKILL by the user or system OOM killer",
+        "The actor's node died: raylet crashes unexpectedly (OOM, etc.)",
+    ],
+)
+async def test_what_ray_says_of_every_hard_death_is_no_word_on_memory(api: JobsApi, jobs: Jobs, log: str) -> None:
+    api.logs[ID] = log
+    assert "memory" not in (await diagnose(jobs, JOB, None, ""))[1]
 
 
 async def test_groups_and_actors_that_have_their_place_are_no_cause(api: JobsApi, jobs: Jobs) -> None:

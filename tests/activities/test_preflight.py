@@ -16,7 +16,7 @@ from activities.verification import Application
 from tests.activities.stand_ins import HostsStandIn, Objects, environment
 from tests.activities.test_script_runs import Tools
 from workflows.evidence import Cleared, Deployment, Identity, PreflightOrder
-from workflows.orders import hosts_order
+from workflows.orders import MAIN, hosts_order, job_order
 from workflows.spec import parse_run
 
 KEY = "mine-0123456789"
@@ -329,7 +329,12 @@ async def test_a_commit_that_loads_is_where_it_starts() -> None:
     assert told.resume
     assert (told.resume.source, told.resume.step) == (EARLIER, 12)
     assert told.resume.checkpoint == f"{EARLIER}/train/main/checkpoint_12"
-    assert tools.asked == ("trainer.last_commit", EARLIER, "--workload", "regression")
+    *asked, training = tools.asked
+    assert asked == ["trainer.last_commit", EARLIER, "--workload", "regression", "--for"]
+    # As the training itself is told, which is what it holds the commit against.
+    spec = parse_run(({**RUN, **RESUME},))
+    job = job_order(spec, IDENTITY, hosts_order(spec, IDENTITY), MAIN, told.resume).order
+    assert json.loads(training) == {"recipe": job["workload"]["recipe"], "world_size": job["world_size"]}
 
 
 @pytest.mark.parametrize(

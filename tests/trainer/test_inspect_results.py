@@ -1120,6 +1120,26 @@ def test_damaged_commits_are_skipped_and_named(run: SmallRun, capsys: pytest.Cap
     ] * 4
 
 
+@pytest.mark.parametrize(
+    ("training", "says"),
+    [
+        ({}, ""),
+        ({"recipe": {"steps": 2000, "checkpoint_interval": 100}}, ""),
+        *(({"recipe": {key: RECIPE[key] + 1}}, f"{key} ") for key in RECIPE.keys() - {"steps", "checkpoint_interval"}),
+        ({"world_size": 3}, "world size 2 there, 3 here"),
+        ({"recipe": {"steps": STEPS - 1}}, "raise steps"),
+    ],
+    ids=str,
+)
+def test_a_commit_of_another_training_is_no_start_of_this_one(
+    sound: SmallRun, capsys: pytest.CaptureFixture[str], training: dict[str, Any], says: str
+) -> None:
+    """What the training would refuse on its hosts is refused before there are any."""
+    wanted = {"recipe": {**RECIPE, **training.get("recipe", {})}, "world_size": training.get("world_size", 2)}
+    status, _, said = last(sound.root, capsys, "--for", json.dumps(wanted))
+    assert (status, says in said, bool(said)) == ((3, True, True) if says else (0, True, False))
+
+
 def test_newest_is_by_report_not_by_position(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot(lambda document: document["checkpoint_results"].insert(0, document["checkpoint_results"].pop()))(run)
     snapshot(
