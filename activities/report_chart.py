@@ -12,6 +12,8 @@ from activities.report_material import thin
 
 LOG_FROM: Final = 10.0
 """A loss that falls by more than this factor is drawn on a logarithmic axis: a linear one would show a flat line."""
+LABEL_DIGIT: Final = 7.0
+"""The width of a tick's digit, in the SVG's units."""
 MAX_DOTS: Final = 80
 """Commits are drawn as dots on the curve up to this many, and as ticks below it beyond."""
 MAX_TICKS: Final = 400
@@ -91,13 +93,16 @@ def loss_chart(
     if not points:
         return None
     points = [[step, min(max(loss, -HUGE), HUGE)] for step, loss in points]
-    left, right, top, bottom = 58.0, width - 28.0, 20.0 + 16.0 * len(marks), height - 40.0
+    right, top, bottom = width - 28.0, 20.0 + 16.0 * len(marks), height - 40.0
     steps = [p[0] for p in points] + [c[0] for c in commits] + [m.step for m in marks]
     losses = [p[1] for p in points]
     lowest, highest = min(losses), max(losses)
     log = lowest > 1 / HUGE and highest / lowest > LOG_FROM
     x_low, x_high = _room(min(steps), max(steps), 1.0)
     y_low, y_high = _log_room(lowest, highest) if log else _linear_room(lowest, highest)
+    rounded = _decades(y_low, y_high) if log else _ticks(y_low, y_high, 5)
+    labels = _labels(rounded)
+    left = max(58.0, 16.0 + LABEL_DIGIT * max((len(label) for label in labels), default=0))
 
     def x(step: float) -> float:
         return round(left + (step - x_low) / (x_high - x_low) * (right - left), 1)
@@ -109,7 +114,6 @@ def loss_chart(
     drawn = thin(points, 2 * width)
     at_commits = [(step, _near(points, step) if loss is None else loss) for step, loss in commits]
     inside = [(step, min(max(loss, lowest), highest)) for step, loss in at_commits]
-    rounded = _decades(y_low, y_high) if log else _ticks(y_low, y_high, 5)
     few = len(inside) <= MAX_DOTS
     return Chart(
         name=name,
@@ -122,7 +126,7 @@ def loss_chart(
         path="M" + "L".join(f"{x(step)} {y(loss)}" for step, loss in drawn),
         log=log,
         x_ticks=tuple(Tick(x(at), f"{at:,.0f}") for at in _whole_ticks(x_low, x_high, max(4, width // 110))),
-        y_ticks=tuple(Tick(y(at), f"{at:.4g}") for at in rounded),
+        y_ticks=tuple(Tick(y(at), label) for at, label in zip(rounded, labels, strict=True)),
         dots=tuple(Dot(x(s), y(v), f"commit at step {s:g}, loss {v:.6g}") for s, v in inside) if few else (),
         bars=() if few else tuple(sorted({x(step) for step, _ in inside}))[:MAX_TICKS],
         flags=tuple(_flag(mark, row, x(mark.step), left, right) for row, mark in enumerate(marks)),
@@ -164,6 +168,16 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     step = size * next(factor for factor in (1, 2, 2.5, 5, 10) if raw <= size * factor * 1.0001)
     first = math.ceil(low / step - 1e-9)
     return [(first + i) * step for i in range(about + 2) if (first + i) * step <= high + step * 1e-9]
+
+
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """As many digits as it takes to tell one tick from the next: a loss that has become flat has many."""
+    told: list[str] = []
+    for digits in range(4, 16):
+        told = [f"{at:.{digits}g}" for at in ticks]
+        if len(set(told)) == len(told):
+            break
+    return told
 
 
 def _whole_ticks(low: float, high: float, about: int) -> list[float]:

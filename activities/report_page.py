@@ -128,7 +128,7 @@ def figure(value: Any) -> str:
 
 def _figures(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """The few numbers that come first."""
-    found, drill = report["material"], report["drill"]
+    found = report["material"]
     commits = [c for c in found["commits"] if c["train"] == MAIN]
     points = found["loss"]["points"] if found["loss"] else []
     checked = (report["artifacts"] or {}).get("figures", {})
@@ -155,17 +155,26 @@ def _figures(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -
             "value": figure(after),
             "note": f"from {figure(before)} before training" if before is not None else "not available",
         },
-        {"name": "Time lost to recovery", **_recovery(drill, attempts)},
+        {"name": "Time lost to recovery", **recovery(report, last, attempts)},
         {"name": "Total time", **_total(report["phases"])},
     ]
 
 
-def _recovery(drill: Mapping[str, Any] | None, attempts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    restarts = sum(1 for a in attempts if a["train"] == MAIN) - 1
+def recovery(report: Mapping[str, Any], last: int, attempts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The time lost, as far as evidence tells it; ``last`` is the last committed step."""
+    drill = report["drill"]
     if drill and drill["seconds_to_resume"] is not None:
         return {"value": duration(drill["seconds_to_resume"]), "note": "from the kill to the last rank's next step"}
-    if restarts > 0:
-        return {"value": "not measured", "note": f"training started again {restarts} time(s)"}
+    again = [each for each in attempts if each["train"] == MAIN][1:]
+    if again:
+        taken = [each["first_step_at"] - each["started"] for each in again if each["first_step_at"] and each["started"]]
+        times = f"training started again {len(again)} time(s)"
+        if len(taken) < len(again):
+            return {"value": "not recovered", "note": f"{times}, and did not come to a step each time"}
+        # Nobody saw when it was interrupted: that is not in the evidence.
+        return {"value": f"over {duration(sum(taken))}", "note": f"{times}; from the ranks' start to the next step"}
+    if report["outcome"] == "failed" and attempts and last < (report["steps"] or 0):
+        return {"value": "not recovered", "note": "training did not go on"}
     return {"value": "none", "note": "no interruption was seen"}
 
 

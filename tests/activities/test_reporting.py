@@ -15,7 +15,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.report_chart import Mark, loss_chart
 from activities.report_material import MAX_POINTS, Found, distil, thin
-from activities.report_page import duration, render
+from activities.report_page import duration, recovery, render
 from activities.reporting import UNSPOKEN, Reporting, report
 from tests.activities import sample_run as sample
 from tests.activities.sample_run import ROOT, TRAIN, MemoryStorage
@@ -375,6 +375,40 @@ def test_everything_drawn_lies_inside_the_chart(losses: list[float], first: int,
     assert all(chart.left - 1 <= tick.at <= chart.right + 1 for tick in chart.x_ticks)
     assert all(math.isfinite(tick.at) for tick in (*chart.x_ticks, *chart.y_ticks))
     assert len(chart.y_ticks) <= 25
+
+
+@pytest.mark.parametrize("around", [0.009054, 3.0, 1e-9, 123456.0])
+@pytest.mark.parametrize("apart", [1e-1, 1e-4, 1e-8])
+def test_each_tick_of_a_flat_loss_is_told_from_the_next_and_has_its_room(around: float, apart: float) -> None:
+    points: list[list[float]] = [[step, around * (1 + apart * step / 20)] for step in range(20)]
+    chart = loss_chart("narrow", points, [], [], 390, 300)
+    assert chart is not None
+    labels = [tick.label for tick in chart.y_ticks]
+    assert len(set(labels)) == len(labels) >= 2
+    assert all(7 * len(label) < chart.left for label in labels)
+
+
+def attempt(number: int, started: float, first_step_at: float | None) -> dict[str, Any]:
+    return {"train": "main", "attempt": number, "started": started, "first_step_at": first_step_at}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempts", "value"),
+    [
+        ("succeeded", [attempt(1, 10.0, 12.0)], "none"),
+        ("succeeded", [attempt(1, 10.0, 12.0), attempt(2, 50.0, 53.0)], "over 3.0 s"),
+        ("succeeded", [attempt(1, 10.0, 12.0), attempt(2, 50.0, 53.0), attempt(3, 60.0, 61.0)], "over 4.0 s"),
+        ("failed", [attempt(1, 10.0, 12.0), attempt(2, 50.0, None)], "not recovered"),
+        ("failed", [attempt(1, 10.0, 12.0)], "not recovered"),
+        ("failed", [], "none"),
+        ("aborted", [attempt(1, 10.0, 12.0)], "none"),
+    ],
+)
+def test_time_lost_is_what_the_evidence_says_and_no_more(
+    outcome: str, attempts: list[dict[str, Any]], value: str
+) -> None:
+    told = {"outcome": outcome, "drill": None, "steps": 100}
+    assert recovery(told, 40, attempts)["value"] == value
 
 
 def test_a_verdict_alone_still_makes_material() -> None:
