@@ -82,7 +82,7 @@ IN_FLIGHT: Final[Mapping[str, Call]] = {
 }
 """Mutations that are on their way when the run ends: claimed and permitted, and not sent yet."""
 
-LONG_LIVED: Final = (names.LAUNCH, names.PROVE_HOSTS, names.WATCH, names.KEEP, names.STRIKE, names.RELEASE)
+LONG_LIVED: Final = (names.LAUNCH, names.PROVE_HOSTS, names.WATCH, names.KEEP, names.RELEASE)
 """Activities that beat more than once in a light run."""
 
 RUN_GAPS: Final = 20
