@@ -90,6 +90,8 @@ class Lab:
                 *("-m", module, "--scratch", str(place), "--source", str(source)),
                 *("--storage", f"{STORAGE}/peers", "--recipe", json.dumps(complete(recipe))),
                 *("--pins", json.dumps(pins()), *more),
+                # Workers that are killed leave their temporary files.
+                variables={"TMPDIR": str(place)},
             )
 
     async def program(
