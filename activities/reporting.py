@@ -16,6 +16,7 @@ from activities.report_page import render
 from activities.storage import Storage, StorageError
 from workflows import activity_names
 from workflows.evidence import Phase, UnspokenOrder, Verdict
+from workflows.names import run_key
 from workflows.orders import MAIN, PARITY
 
 MAX_EVIDENCE: Final = 1500
@@ -109,22 +110,49 @@ class Reporting:
     async def _write(self, heart: Heart, root: str, verdict: Verdict, found: Found) -> None:
         heart.say(note="writing the report")
         # A long journal takes seconds to read: not on the loop that keeps everybody's heartbeats.
-        as_json, page = await asyncio.to_thread(_files, verdict, found)
-        name = await self._name(root, verdict)
-        await self._storage.put(f"{root}/{name}.json", as_json)
-        await self._storage.put(f"{root}/{name}.html", page)
+        files = await asyncio.to_thread(_files, verdict, found)
+        if verdict.outcome in UNSPOKEN:
+            await self._put(root, REPORT, files)
+            await self._give_way(root)
+            return
+        beside = f"{REPORT}-{verdict.run_id[:8]}"
+        another_spoke = await self._another_spoke(root, verdict)
+        if another_spoke or _is_of_a_reset(verdict):
+            await self._put(root, beside, files)
+        if not another_spoke:
+            await self._put(root, REPORT, files)
 
-    async def _name(self, root: str, verdict: Verdict) -> str:
-        """`report`, unless another execution of this run has spoken there: a reset run shares its storage, and what
-        the first one proved must not be lost. Then it stands beside, under its own execution's id. What custody wrote
-        for an execution that could not speak gives way."""
+    async def _put(self, root: str, name: str, files: tuple[bytes, bytes]) -> None:
+        for kind, body in zip(("json", "html"), files, strict=True):
+            await self._storage.put(f"{root}/{name}.{kind}", body)
+
+    async def _another_spoke(self, root: str, verdict: Verdict) -> bool:
+        """Whether another execution of this run has its word in `report`: a reset run shares its storage, and what the
+        first one proved must not be lost. What custody wrote for an execution that could not speak gives way."""
         got = await self._storage.get(f"{root}/{REPORT}.json")
         try:
             there = json.loads(got.body or b"{}") if got else {}
-            spoken = there["run_id"] != verdict.run_id and there["outcome"] not in UNSPOKEN
+            return there["run_id"] != verdict.run_id and there["outcome"] not in UNSPOKEN
         except (ValueError, LookupError, TypeError, RecursionError):
-            spoken = False
-        return f"{REPORT}-{verdict.run_id[:8]}" if spoken else REPORT
+            return False
+
+    async def _give_way(self, root: str) -> None:
+        """After custody's word for an execution that was reset: the word of the one that went on stands.
+
+        Both may write at once, and no storage here has conditional writes. A reset run's own word is beside `report`
+        before it is there, so whoever comes last leaves that one.
+        """
+        names = await self._storage.names(f"{root}/{REPORT}-")
+        spoken = sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+        for kind in ("json", "html") if spoken else ():
+            got = await self._storage.get(f"{root}/{REPORT}-{spoken[0]}.{kind}")
+            if got is not None and got.body is not None:
+                await self._storage.put(f"{root}/{REPORT}.{kind}", got.body)
+
+
+def _is_of_a_reset(verdict: Verdict) -> bool:
+    """A run's key is made of its first execution's id."""
+    return run_key(verdict.workflow_id, activity.info().namespace, verdict.run_id) != verdict.run_key
 
 
 def report(verdict: Verdict, found: Found) -> dict[str, Any]:

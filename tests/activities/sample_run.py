@@ -27,8 +27,11 @@ from workflows.evidence import (
     Verdict,
     Victim,
 )
+from workflows.names import run_key
 
-KEY = "nightly-regression-3f9a1c07de"
+RUN_ID = "0199aa54-7f0e-7d3a-9a53-0c7e4f2b1c11"
+WORKFLOW_ID = "nightly-regression"
+KEY = run_key(WORKFLOW_ID, "default", RUN_ID)
 ROOT = f"s3://lanyard/runs/{KEY}"
 TRAIN = f"{KEY}-train"
 BEGAN = 1_790_000_000.0
@@ -271,8 +274,8 @@ def succeeded() -> Verdict:
         message="trained, exported and verified",
         run_key=KEY,
         storage=ROOT,
-        workflow_id="nightly-regression",
-        run_id="0199aa54-7f0e-7d3a-9a53-0c7e4f2b1c11",
+        workflow_id=WORKFLOW_ID,
+        run_id=RUN_ID,
         steps=STEPS,
         phases=phases(
             ("preflight", 1.8),
@@ -360,9 +363,9 @@ def ended(outcome: Outcome, message: str, until: int = 12) -> Verdict:
 
 def unspoken_order(status: Any = "terminated") -> UnspokenOrder:
     identity = Identity(
-        workflow_id="nightly-regression",
-        run_id="0199aa54-7f0e-7d3a-9a53-0c7e4f2b1c11",
-        original_run_id="0199aa54-7f0e-7d3a-9a53-0c7e4f2b1c11",
+        workflow_id=WORKFLOW_ID,
+        run_id=RUN_ID,
+        original_run_id=RUN_ID,
         run_key=KEY,
         custody_id=f"custody-{KEY}",
         deployment="demo",

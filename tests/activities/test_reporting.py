@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from html.parser import HTMLParser
 from typing import Any
 
@@ -17,6 +19,7 @@ from activities.report_chart import Mark, loss_chart
 from activities.report_material import MAX_POINTS, Found, distil, thin
 from activities.report_page import duration, recovery, render
 from activities.reporting import UNSPOKEN, Reporting, report
+from activities.storage import Fetched
 from tests.activities import sample_run as sample
 from tests.activities.sample_run import ROOT, TRAIN, MemoryStorage
 from workflows.evidence import Outcome, Verdict
@@ -303,6 +306,80 @@ async def test_what_custody_wrote_for_a_run_that_was_reset_gives_way_in_either_o
         assert json.loads(store.objects[f"{ROOT}/report.json"])["run_id"] == reset.run_id
     await ActivityEnvironment().run(Reporting(after).report_unspoken, order)
     assert json.loads(after.objects[f"{ROOT}/report.json"])["run_id"] == reset.run_id
+
+
+WRITER: ContextVar[str] = ContextVar("writer")
+
+
+class Turns(MemoryStorage):
+    """Storage in which two writers of one report take turns as they are told, operation by operation."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def _turn(self, uri: str) -> None:
+        if uri.startswith(f"{ROOT}/report"):
+            turn = self.waiting[WRITER.get()] = asyncio.get_running_loop().create_future()
+            await turn
+
+    async def get(self, uri: str, unless: str | None = None) -> Fetched | None:
+        await self._turn(uri)
+        return await super().get(uri, unless)
+
+    async def put(self, uri: str, body: bytes, *, only_if_absent: bool = False) -> None:
+        await self._turn(uri)
+        await super().put(uri, body, only_if_absent=only_if_absent)
+
+    async def names(self, prefix_uri: str, limit: int = 1000) -> list[str]:
+        await self._turn(prefix_uri)
+        return await super().names(prefix_uri, limit)
+
+
+async def in_turns(store: Turns, writers: dict[str, Callable[[], Awaitable[None]]], turns: list[str]) -> None:
+    """Both at once; after the turns that are told, one after the other."""
+
+    async def write(name: str) -> None:
+        WRITER.set(name)
+        await writers[name]()
+
+    tasks = {name: asyncio.create_task(write(name)) for name in writers}
+    while not all(task.done() for task in tasks.values()):
+        for name, task in tasks.items():
+            while not (task.done() or name in store.waiting):  # noqa: ASYNC110 (what the other task does is waited for)
+                await asyncio.sleep(0)
+        ready = sorted(store.waiting)
+        wanted = turns.pop(0) if turns else ""
+        if ready:
+            store.waiting.pop(wanted if wanted in ready else ready[0]).set_result(None)
+    for task in tasks.values():
+        task.result()
+
+
+@pytest.mark.parametrize("first", ["custody", "run"])
+@pytest.mark.parametrize("one", range(8))
+async def test_custody_and_a_reset_run_that_write_at_once_leave_the_run_s_word(first: str, one: int) -> None:
+    """At each step of the one the other does any number of its own: no storage of ours has conditional writes."""
+    other = "run" if first == "custody" else "custody"
+    reset = as_ended("failed").model_copy(update={"run_id": "fedcba98-reset"})
+    for some in (0, 1, 2, 4, 7):
+        store = Turns(sample.objects())
+        reporting = Reporting(store)
+        writers: dict[str, Callable[[], Awaitable[None]]] = {
+            "custody": lambda reporting=reporting: ActivityEnvironment().run(  # type: ignore[misc]
+                reporting.report_unspoken, sample.unspoken_order()
+            ),
+            "run": lambda reporting=reporting: ActivityEnvironment().run(reporting.write_report, reset),  # type: ignore[misc]
+        }
+        await in_turns(store, writers, [first] * one + [other] * some + [first] * 9)
+        assert json.loads(store.objects[f"{ROOT}/report.json"])["run_id"] == reset.run_id
+        assert store.objects[f"{ROOT}/report.html"] == store.objects[f"{ROOT}/report-fedcba98.html"]
+
+
+async def test_a_run_that_was_not_reset_leaves_one_report() -> None:
+    store = MemoryStorage(sample.objects())
+    await written(store, sample.succeeded())
+    assert {uri.rsplit("/", 1)[1] for uri in store.objects if "/report" in uri} == {"report.json", "report.html"}
 
 
 async def test_a_run_that_could_not_speak_and_left_nothing_is_reported_too() -> None:
