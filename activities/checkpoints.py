@@ -87,7 +87,7 @@ class Checkpoints:
     async def watch_training(self, order: WatchOrder) -> WatchResult:
         """Return at the next milestone, or when the job ended, stalled or was lost. Async throughout: one worker
         watches a thousand runs."""
-        async with beating(phase="train", steps=order.steps) as heart:
+        async with beating(steps=order.steps) as heart:
             watch = _Watch(order, heart, self._storage)
             async with reach(self._providers, order.job.hosts) as endpoint, Jobs.at(endpoint) as jobs:
                 result = await watch.until_something_happens(jobs)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from worker.output import outlive_readers
 from worker.settings import CHECKOUT, DEFAULT_TEMPORAL_ADDRESS, Settings, SettingsError
 from worker.version import __version__
 
@@ -62,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "schema":
         from worker.schema import render
 
-        sys.stdout.write(render())
+        sys.stdout.write(render())  # its output is all there is of it, so here a write that fails is a failure
         return 0
+    outlive_readers()
     try:
         return asyncio.run(_run(options))
     except SettingsError as error:

@@ -23,7 +23,8 @@ from temporalio.service import RPCError
 
 from worker.environment import worker_environment
 from worker.home import Home
-from worker.lending import Interrupts, Services, lent_services
+from worker.interrupts import Interrupts
+from worker.lending import Services, lent_services
 from worker.observation import Run, Sight, wait_closed
 from worker.rendering import change, duration, final_cleanup, line, panel, verdict_table
 from worker.services import binary, s3_client

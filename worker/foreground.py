@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from datetime import timedelta
 from typing import Any
@@ -12,30 +11,25 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from worker.home import Home
-from worker.services import worker_service
+from worker.interrupts import listen
+from worker.services import Addresses, worker_service
 from worker.settings import Settings
 from worker.stack import MakeWorker, Stack, StackError
 
 
 async def run_stack(settings: Settings, make_worker: MakeWorker = worker_service) -> int:
-    """Run the stack until SIGINT or SIGTERM; returns the exit status. Raises what `Stack.start` raises."""
+    """Run the stack until it is asked to stop; returns the exit status. Raises what `Stack.start` raises."""
     stack = Stack(Home(settings.home), settings, say, make_worker)
     asked = asyncio.Event()
-    presses = 0
 
-    def on_signal() -> None:
-        nonlocal presses
-        presses += 1
+    def on_asked(count: int) -> None:
         asked.set()
-        if presses == 2:
+        if count == 2:
             say(f"still stopping: {stack.stopping_now()}. Once more ends everything at once (its state is on disk)")
-        elif presses > 2:
+        elif count > 2:
             stack.hurry()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
-
+    listen(on_asked)
     starting = asyncio.create_task(stack.start())
     stop_asked = asyncio.create_task(asked.wait())
     await asyncio.wait({starting, stop_asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -45,9 +39,24 @@ async def run_stack(settings: Settings, make_worker: MakeWorker = worker_service
         await asyncio.wait({starting})
         return 130
     starting.result()
+    try:
+        _introduce(stack.addresses, Home(settings.home))
+        waiting: set[asyncio.Future[Any]] = {stop_asked, stack.failed}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if asked.is_set():
+            say("stopping: worker, then S3, then Temporal")
+        await tell_open_runs(stack.addresses.temporal)
+    finally:
+        stop_asked.cancel()
+        await stack.stop()
+    if stack.failed.done():
+        raise StackError(stack.failed.result())
+    say("stopped")
+    return 0
 
-    addresses = stack.addresses
-    home = Home(settings.home)
+
+def _introduce(addresses: Addresses, home: Home) -> None:
+    """Say where everything is, and how to use it."""
     print(
         f"\n  Temporal   {addresses.temporal}   UI {addresses.ui}\n"
         f"  S3         {addresses.s3}   bucket lanyard\n"
@@ -58,17 +67,6 @@ async def run_stack(settings: Settings, make_worker: MakeWorker = worker_service
         "Ctrl-C here stops all of it.\n",
         flush=True,
     )
-    waiting: set[asyncio.Future[Any]] = {stop_asked, stack.failed}
-    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    if presses:
-        say("stopping: worker, then S3, then Temporal")
-    await tell_open_runs(addresses.temporal)
-    await stack.stop()
-    stop_asked.cancel()
-    if stack.failed.done():
-        raise StackError(stack.failed.result())
-    say("stopped")
-    return 0
 
 
 async def tell_open_runs(address: str) -> None:

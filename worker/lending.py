@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Final
 from worker.environment import client_variables
 from worker.foreground import tell_open_runs
 from worker.home import Home
+from worker.interrupts import Interrupts
 from worker.services import Addresses
 from worker.settings import Settings
 from worker.stack import Stack, StackError, StackRecord, StackRunning, is_held
@@ -30,27 +30,6 @@ class Services:
     addresses: Addresses
     variables: Mapping[str, str]
     failed: asyncio.Future[str]
-
-
-class Interrupts:
-    """Ctrl-C and SIGTERM, counted."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._pressed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._press)
-
-    def _press(self) -> None:
-        self.count += 1
-        self._pressed.set()
-
-    async def beyond(self, known: int) -> None:
-        """Wait for one more than `known`."""
-        while self.count <= known:
-            self._pressed.clear()
-            await self._pressed.wait()
 
 
 @contextlib.asynccontextmanager

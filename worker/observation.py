@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -20,8 +20,9 @@ from temporalio.exceptions import ApplicationError, CancelledError, FailureError
 from temporalio.service import RPCError, RPCStatusCode
 
 _RPC: Final = timedelta(seconds=5)
-_LIVE: Final = ("phase", "step", "steps", "loss", "note")
-"""What an activity's heartbeat may tell, fresher than the run's own answer."""
+_LIVE: Final = ("steps", "note")
+"""What an activity's heartbeat may tell beside the commit. Which phase the run is in only the run knows: the same watch
+goes on through several."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,12 @@ class Run:
         trouble = ""
         if is_open:
             trouble = await self._ask()
-        live, failing = await self._heartbeats(description)
-        return Sight(open=is_open, progress=self._never_back({**self._progress, **live}), trouble=trouble or failing)
+        beats = await self._heartbeats(description)
+        return Sight(
+            open=is_open,
+            progress=self._overlaid(beats),
+            trouble=trouble or _failing(description.raw_description.pending_activities),
+        )
 
     async def abort(self, reason: str) -> None:
         """Send the signal `abort`. A run that has ended meanwhile needs none."""
@@ -114,10 +119,15 @@ class Run:
         answer = await custody.query("claims", rpc_timeout=_RPC)
         return [_claim(item) for item in answer] if isinstance(answer, list) else [str(answer)]
 
-    def _never_back(self, seen: dict[str, Any]) -> dict[str, Any]:
-        """A commit stays committed: between two watch activities only the run's own, older answer is there."""
-        if _step(seen) >= _step(self._furthest):
-            self._furthest = {key: seen[key] for key in ("step", "loss") if key in seen}
+    def _overlaid(self, beats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The run's own answer with what heartbeats tell beyond it. A commit stays committed, whoever told of it, and
+        either may be the older: between milestones the answer, and after one the heartbeat."""
+        seen = dict(self._progress)
+        for beat in beats:
+            seen.update({key: beat[key] for key in _LIVE if beat.get(key) is not None})
+        for told in (self._progress, *beats):
+            if "step" in told and _step(told) >= _step(self._furthest):
+                self._furthest = {key: told.get(key) for key in ("step", "loss")}
         return {**seen, **self._furthest}
 
     async def _ask(self) -> str:
@@ -132,16 +142,14 @@ class Run:
                 self.custody_id = custody_id
         return ""
 
-    async def _heartbeats(self, description: WorkflowExecutionDescription) -> tuple[dict[str, Any], str]:
-        pending = description.raw_description.pending_activities
-        live: dict[str, Any] = {}
-        for activity in pending:
-            if not activity.heartbeat_details.payloads:
-                continue
-            for detail in await self._client.data_converter.decode(activity.heartbeat_details.payloads):
-                if isinstance(detail, dict):
-                    live.update({key: detail[key] for key in _LIVE if detail.get(key) is not None})
-        return live, _failing(pending)
+    async def _heartbeats(self, description: WorkflowExecutionDescription) -> list[dict[str, Any]]:
+        """What the pending activities said last."""
+        beats: list[dict[str, Any]] = []
+        for activity in description.raw_description.pending_activities:
+            if activity.heartbeat_details.payloads:
+                details = await self._client.data_converter.decode(activity.heartbeat_details.payloads)
+                beats += [detail for detail in details if isinstance(detail, dict)]
+        return beats
 
     async def _verdict_of_failure(self, cause: BaseException) -> dict[str, Any]:
         if isinstance(cause, ApplicationError) and cause.details and isinstance(cause.details[0], dict):

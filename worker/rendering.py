@@ -23,7 +23,10 @@ _STYLES: Final = {
 
 
 def panel(sight: Sight, elapsed_s: float, ui: str, word: str) -> RenderableType:
-    """The live view: phase, committed step of total, loss, elapsed, deadline, the run's page, and `word`."""
+    """The live view: `word`, phase, committed step of total, loss, elapsed, deadline, the run's page.
+
+    What needs attention comes first: a terminal that is too low for everything crops the end.
+    """
     step, steps = sight.number("step"), sight.number("steps")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -37,12 +40,13 @@ def panel(sight: Sight, elapsed_s: float, ui: str, word: str) -> RenderableType:
     grid.add_row("deadline", _deadline(sight.number("deadline")))
     grid.add_row("now", Text(sight.text("note") or "—"))
     grid.add_row("Temporal UI", Text(ui, style="cyan"))
-    lines: list[RenderableType] = [Text(""), grid]
-    if sight.trouble:
-        lines.append(Text(sight.trouble, style="yellow"))
-    if word:
-        lines.append(Text(word, style="bold yellow"))
-    return Group(*lines)
+    told = [_whole(word, "bold yellow"), _whole(sight.trouble, "yellow")]
+    return Group("", *(text for text in told if text), grid)
+
+
+def _whole(text: str, style: str) -> Text:
+    """Text that wraps in the live view too, which otherwise crops: the console leaves long lines to the terminal."""
+    return Text(text, style=style, no_wrap=False, overflow="fold")
 
 
 def line(sight: Sight, elapsed_s: float) -> str:

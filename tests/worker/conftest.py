@@ -3,21 +3,76 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from worker.home import Home
 from worker.processes import alive
+from worker.settings import CHECKOUT
 from worker.stack import StackRecord
 
 HERE = Path(__file__).parent
+
+
+class Terminal:
+    """A command in a terminal of its own, as a person has it before them."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], columns: int = 80, rows: int = 30
+    ) -> None:
+        self._screen, inside = os.openpty()
+        termios.tcsetwinsize(inside, (rows, columns))
+        self.process = subprocess.Popen(
+            command,
+            cwd=CHECKOUT,
+            env={**environment, "TERM": "xterm"},
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(inside)
+
+    def press(self, keys: bytes) -> None:
+        os.write(self._screen, keys)
+
+    def read_until(self, text: str, within_s: float = 60) -> str:
+        """What was shown until `text` was, both without any white space: that is where lines break."""
+        deadline = time.monotonic() + within_s
+        drawn = ""
+        while squeezed(text) not in (seen := squeezed(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn))):
+            ready, _, _ = select.select([self._screen], [], [], 1)
+            assert time.monotonic() < deadline, f"{text!r} was never shown:\n{drawn}"
+            if ready:
+                drawn += os.read(self._screen, 65536).decode(errors="replace")
+        return seen
+
+    def close(self) -> None:
+        """Close the terminal, as its window's cross does."""
+        os.close(self._screen)
+
+    def end(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def squeezed(text: str) -> str:
+    """Text without white space."""
+    return "".join(text.split())
 
 
 class StackProcess:
@@ -32,8 +87,8 @@ class StackProcess:
         before = self.output.read_text() if self.output.exists() else ""
         with self.output.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "supervise.py")],
-                env={**clean_environment(), "LANYARD_HOME": str(self.home.root)},
+                self.command,
+                env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -52,6 +107,14 @@ class StackProcess:
 
     def wait_to_say(self, text: str) -> None:
         self.wait_for(lambda: text in self.text())
+
+    @property
+    def command(self) -> Sequence[str]:
+        return sys.executable, str(HERE / "supervise.py")
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {**clean_environment(), "LANYARD_HOME": str(self.home.root)}
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

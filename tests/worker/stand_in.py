@@ -1,7 +1,8 @@
 """A worker with workflows of the real names and the answers that the demo reads, and nothing behind them.
 
 Run as a process by the tests of the stack and of the demo: `python tests/worker/stand_in.py`. What its GuardedTrain
-does is chosen by run.json's `name`: `succeed`, `reject`, `fail`, `wait` (until aborted).
+does is chosen by the first word of run.json's `name`: `succeed`, `reject`, `fail`, `wait` (until aborted), `slow` (the
+same, and its release takes long).
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Custody:
 
     @workflow.query
     def claims(self) -> list[dict[str, Any]]:
-        return [{"kind": "cluster", "name": KEY, "provider": "local"}]
+        names = {"cluster": KEY, "service": f"{KEY}-hosting", "job": f"{KEY}-train"}
+        return [{"kind": kind, "name": name, "provider": "local"} for kind, name in names.items()]
 
     @workflow.query
     def state(self) -> dict[str, Any]:
@@ -80,13 +82,15 @@ class GuardedTrain:
     def __init__(self) -> None:
         self._aborted: str | None = None
         self._phase = "provision"
+        self._events: list[dict[str, Any]] = []
         self._started = 0.0
         self._custody: str | None = None
 
     @workflow.run
     async def run(self, order: dict[str, Any]) -> dict[str, Any]:
         self._started = workflow.time()
-        if order["name"] == "reject":
+        kind = order["name"].split("-")[0]
+        if kind == "reject":
             told = {"outcome": "rejected", "cleanup": "clean", "message": "hosts.count: must be 2 or more"}
             raise ApplicationError("rejected: hosts.count: must be 2 or more", told, type="rejected")
         custody = await workflow.start_child_workflow(
@@ -95,23 +99,32 @@ class GuardedTrain:
             parent_close_policy=workflow.ParentClosePolicy.ABANDON,
         )
         self._custody = custody.id
-        self._phase = "train"
-        if order["name"] == "wait":
+        self._enter("train")
+        if kind in ("wait", "slow"):
             await workflow.wait_condition(lambda: self._aborted is not None)
         else:
-            await workflow.execute_activity(
+            watching = workflow.start_activity(
                 "watch_training",
                 6,
                 start_to_close_timeout=timedelta(minutes=1),
                 heartbeat_timeout=timedelta(seconds=2),
             )
+            await workflow.sleep(timedelta(seconds=1.5))
+            self._enter("recover")  # as after a drill: the watch goes on
+            await watching
         await workflow.execute_activity("write_report", start_to_close_timeout=timedelta(minutes=1))
-        self._phase = "release"
+        self._enter("release")
+        if kind == "slow":
+            await workflow.sleep(timedelta(minutes=2))
         await custody.signal("release", "the run asked")
-        return self._speak(order["name"])
+        return self._speak(kind)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._events = [*self._events, {"at": workflow.time(), "what": f"{phase} began"}]
 
     def _speak(self, name: str) -> dict[str, Any]:
-        outcome = {"succeed": "succeeded", "fail": "failed", "wait": "aborted"}[name]
+        outcome = {"succeed": "succeeded", "fail": "failed", "wait": "aborted", "slow": "aborted"}[name]
         verdict = {
             "outcome": outcome,
             "cleanup": "releasing",
@@ -145,7 +158,7 @@ class GuardedTrain:
             "run_key": KEY,
             "storage": STORAGE,
             "custody": self._custody,
-            "events": [{"at": self._started, "what": "train began"}],
+            "events": self._events,
         }
 
 

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from worker.__main__ import leave
 from worker.foreground import run_stack
+from worker.output import outlive_readers
 from worker.services import Addresses, Service, worker_service
 from worker.settings import Settings
 from worker.stack import StackError
@@ -24,6 +25,7 @@ def stand_in(environment: Mapping[str, str], addresses: Addresses) -> Service:
 
 
 if __name__ == "__main__":
+    outlive_readers()
     try:
         leave(asyncio.run(run_stack(Settings.load(), stand_in)))
     except StackError as error:

@@ -7,13 +7,14 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.worker.conftest import HERE, StackProcess, clean_environment
+from tests.worker.conftest import HERE, StackProcess, Terminal, clean_environment
 from worker import processes, stack
 from worker.home import Home, write_private
 from worker.services import BUCKET, Addresses, Service, s3_client
@@ -172,6 +173,75 @@ def test_ctrl_c_stops_everything_in_order_and_removes_the_env_file(make_stack: M
     assert not one.home.env.exists()
     assert one.record.state == "stopped"
     assert "stopping: worker, then S3, then Temporal" in one.text()
+
+
+def left_by(of: StackProcess) -> tuple[bool, str, list[str]]:
+    """What a stack that is stopped must not leave: its keys, a state that is not so, services."""
+    return of.home.env.exists(), of.record.state, of.services_alive()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stack_whose_reader_is_gone_stops_as_any_other(make_stack: MakeStack, number: signal.Signals) -> None:
+    """`make stack 2>&1 | tee log`: Ctrl-C ends `tee` too, so everything that is said from then on fails."""
+    one = make_stack("one")
+    process = subprocess.Popen(one.command, env=one.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert process.stdout
+        assert any(b"Ctrl-C here stops" in line for line in process.stdout)
+        process.stdout.close()
+        process.send_signal(number)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert left_by(one) == (False, "stopped", [])
+
+
+def test_a_stack_whose_terminal_closes_stops_as_any_other(make_stack: MakeStack) -> None:
+    one = make_stack("one")
+    terminal = Terminal(one.command, one.environment)
+    try:
+        terminal.read_until("Ctrl-C here stops")
+        terminal.close()
+        terminal.process.send_signal(signal.SIGHUP)  # the shells above repeat it: that is no wish to hurry
+        terminal.process.send_signal(signal.SIGHUP)
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.end()
+    assert left_by(one) == (False, "stopped", [])
+
+
+def test_a_stack_that_never_had_a_terminal_comes_up_and_stops_as_any_other(make_stack: MakeStack) -> None:
+    one = make_stack("one")
+    process = subprocess.Popen(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *one.command], env=one.environment)
+    try:
+        deadline = time.monotonic() + 60
+        while (record := StackRecord.read(one.home)) is None or record.state != "up":
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert left_by(one) == (False, "stopped", [])
+
+
+def test_under_nohup_a_stack_outlives_its_terminal(make_stack: MakeStack) -> None:
+    one = make_stack("one")
+    terminal = Terminal(["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *one.command], one.environment)
+    try:
+        terminal.read_until("Ctrl-C here stops")
+        terminal.close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            terminal.process.wait(2)
+        assert sorted(one.services_alive()) == ["s3", "temporal", "worker"]
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.process.wait(60) == 0
+    finally:
+        terminal.end()
+    assert left_by(one) == (False, "stopped", [])
 
 
 def broken_worker(code: str, ready: bool) -> stack.MakeWorker:
