@@ -155,7 +155,7 @@ class _Training:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         losses = [
             torch.nn.functional.mse_loss(model(inputs), targets)
-            for inputs, targets in (batch(RECIPE, samples, step) for samples in self.shards)
+            for inputs, targets in (batch(RECIPE, samples, rank, step) for rank, samples in enumerate(self.shards))
         ]
         loss = torch.stack(losses).mean()
         optimizer.zero_grad()
