@@ -28,6 +28,8 @@ from trainer.inspection.manifest import check_manifest
 from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Root, Unreadable, UnusableInput, read_object
 
 EXPORTED = ("state.pt", "metrics.json", "metrics.rrd", "result.json")
+TRAINING = "-train"
+"""What the id of a run's own training ends in, after the run key."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,12 @@ class Question:
         return value
 
 
-def choose_submission(root: Root, asked: str | None) -> str:
-    """The submission to inspect: the one asked for, else the only export there. Raises UnusableInput."""
+def choose_submission(root: Root, asked: str | None) -> tuple[str, tuple[str, ...]]:
+    """The submission to inspect, and the exports that were passed over without being asked.
+
+    The one asked for, else the only export there, else the run's own training (``<run key>-train``): a run with
+    parity exports twice. Raises UnusableInput.
+    """
     try:
         exports = [entry.name for entry in root.entries("exports")]
     except Unreadable as error:
@@ -62,16 +68,18 @@ def choose_submission(root: Root, asked: str | None) -> str:
             raise UnusableInput(f"{asked!r} is no submission id")
         if exports and asked not in exports:
             raise UnusableInput(f"{root.location} holds no export of {asked}; there are: {', '.join(exports)}")
-        return asked
-    if len(exports) > 1:
-        raise UnusableInput(
-            f"{root.location} holds {len(exports)} exports; choose with --submission: {', '.join(exports)}"
-        )
+        return asked, ()
     if not exports:
         raise UnusableInput(
             f"{root.location} holds no exports/; give the run's root (it ends in the run key), or wait for the export"
         )
-    return exports[0]
+    own = [name for name in exports if name.endswith(TRAINING) and root.run_key in (None, name.removesuffix(TRAINING))]
+    choice = exports if len(exports) == 1 else own
+    if len(choice) != 1:
+        raise UnusableInput(
+            f"{root.location} holds {len(exports)} exports; choose with --submission: {', '.join(exports)}"
+        )
+    return choice[0], tuple(name for name in exports if name != choice[0])
 
 
 def inspect(root: Root, question: Question) -> Checklist:
@@ -165,7 +173,7 @@ class _Inspection:
         """The names that every document of this run must carry."""
         run = {"submission_id": self._question.submission, "train_name": self._train_name}
         # A local copy's place says nothing; the export's own name does.
-        named = self._question.submission.removesuffix("-train")
+        named = self._question.submission.removesuffix(TRAINING)
         run_key = (
             self._question.ordered("run_key")
             or self._root.run_key
