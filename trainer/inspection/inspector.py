@@ -25,6 +25,7 @@ from trainer.inspection.checkpoints import (
 )
 from trainer.inspection.lineage import Lineage
 from trainer.inspection.manifest import check_manifest
+from trainer.inspection.record import check_journals, check_record, check_sequence
 from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Root, Unreadable, UnusableInput, read_object
 
 EXPORTED = ("state.pt", "metrics.json", "metrics.rrd", "result.json")
@@ -125,9 +126,12 @@ class _Inspection:
         exported("recording", self._decoded_recording)
         self._check("result", self._check_result)
         exported("state.pt", self._check_state)
+        self._check("commit record", partial(check_record, self._root, self._train_name))
+        exported("commits in order", self._commits_in_order)
         self._check("commit", self._check_commit)
         self._check("checkpoint", self._check_checkpoint)
         self._check("kept commits", self._check_kept)
+        exported("kept journals", self._kept_journals)
         exported("checkpoint journal", self._checkpoint_journal)
         exported("held-out loss", self._held_out)
         self._figures()
@@ -225,7 +229,7 @@ class _Inspection:
     def _identity(self) -> str:
         metrics = self._metrics.own()
         problems = compare("metrics.json", {"workload": "regression"}, metrics)
-        problems += res.check_identity(metrics, "metrics.json", self._run())
+        problems += res.check_identity(metrics, "metrics.json", self._run()) + journal.unknown_fields(metrics)
         require(problems)
         return f"of {', '.join(str(value) for value in self._run().values())}"
 
@@ -328,23 +332,30 @@ class _Inspection:
         return res.check_same_state(f"{folder}/{NATIVE_FILE}", checkpoint, self._state.get())
 
     def _check_kept(self) -> str:
-        """Every commit that is still there loads, and holds the state that was reported with it."""
+        """Every commit loads, and holds the state that was reported with it."""
         problems: list[str] = []
-        commits: tuple[Commit, ...] = self._commits.get()
-        kept = [commit for commit in commits if self._root.entries(f"train/{self._train_name}/{commit.name}")]
-        compared = 0
-        for commit in kept:
+        commits = self._kept()
+        native = self._kind == "regression"
+        for commit in commits:
             folder = f"train/{self._train_name}/{commit.name}"
             try:
-                check_loads(self._root, folder, native=self._kind == "regression")
-                if self._kind == "regression":
-                    told = check_reported(self._root, folder, commit)
-                    compared += told
+                check_loads(self._root, folder, native)
+                if native:
+                    check_reported(self._root, folder, commit)
             except Failed as failed:
                 problems += failed.problems
         require(problems)
-        said = f"{len(kept)} load"
-        return said + (f", {compared} equal by hash to what was reported" if compared else "")
+        return f"{len(commits)} load" + (", equal by hash to what was reported" if native else "")
+
+    def _kept(self) -> list[Commit]:
+        """The commits of which something is in storage; that nothing is, is the commit record's to say."""
+        return [each for each in self._commits.get() if self._root.entries(f"train/{self._train_name}/{each.name}")]
+
+    def _commits_in_order(self) -> str:
+        return check_sequence(self._commits.get(), self._attempts().attempts, journal.recipe_of(self._metrics.get()))
+
+    def _kept_journals(self) -> str:
+        return check_journals(self._root, self._train_name, self._kept(), self._metrics.get())
 
     def _checkpoint_journal(self) -> str:
         folder, metrics = self._checkpoint_folder(), self._metrics.get()
