@@ -1,6 +1,6 @@
 # Two environments: the operator's (.venv, from requirements.lock) and the application's, which
 # trainer/environment.py builds once per machine from trainer/requirements.txt.
-# PYTHON picks the interpreter of both; RUN picks the run.json of `make demo`.
+# PYTHON picks the interpreter of both; RUN picks the run.json of `make demo` and the run of `make inspect`.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -9,6 +9,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHON ?= python3
 RUN ?= examples/local.json
 TESTS ?=
+SUBMISSION ?=
 # Of `make chaos`: which scenarios (a seed gives the same ones), words that their names have, and which part of them.
 SLICE ?= light
 SEED ?= 0
@@ -43,8 +44,9 @@ test-trainer: trainer-test application
 search: dev ## look for new counter-examples to the properties (thousands of examples each)
 	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest $$(grep -rl 'from hypothesis' tests --include='test_*.py')
 
-inspect: application ## check a run's artifacts again, from storage alone (RUN=s3://bucket/prefix/RUNKEY)
-	@exec "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m trainer.inspect_results '$(RUN)'
+inspect: application ## check a run's artifacts again, from storage alone (RUN=s3://bucket/prefix/RUNKEY SUBMISSION=)
+	@exec "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m trainer.inspect_results '$(RUN)' \
+	    $(if $(SUBMISSION),--submission '$(SUBMISSION)')
 
 bench: dev application ## the benchmarks; writes bench/results.json
 	@exec $(BIN)/python -m bench

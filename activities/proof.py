@@ -105,8 +105,14 @@ def placement(starts: Sequence[Evidence]) -> Placement:
         ranks=tuple(sorted(starts, key=lambda s: (int(s["attempt"]), int(s["rank"])))),
         distinct_hosts=len({s["host"]["fingerprint"] for s in last}),
         distinct_nodes=len({s["ray"]["node_id"] for s in last}),
-        distinct_devices=len({s["device"]["fingerprint"] for s in last}),
+        distinct_devices=len({_device(s) for s in last}),
     )
+
+
+def _device(start: Evidence) -> str:
+    """What a rank computed on. Ranks of one machine share its processors, whatever Ray nodes they run on."""
+    part = "device" if start["device"].get("type") == "cuda" else "host"
+    return str(start[part]["fingerprint"])
 
 
 def recovery(order: ProofOrder, main: dict[str, Evidence], parity: dict[str, Evidence]) -> Recovery:

@@ -34,7 +34,7 @@ def main() -> None:
     dist.barrier()
     began = time.perf_counter()
     for step in range(1, steps + 1):
-        inputs, targets = synthetic.batch(recipe, samples, step)
+        inputs, targets = synthetic.batch(recipe, samples, rank, step)
         loss = torch.nn.functional.mse_loss(replicated(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -83,7 +83,7 @@ class Attempt(Generic[State]):
             {
                 "world_size": self.world_size,
                 "local_rank": self._local_rank,
-                "device": evidence.device_facts(self.device, node_id),
+                "device": evidence.device_facts(self.device),
                 "ray": {"node_id": node_id, "address": ray.util.get_node_ip_address()},
                 "restored_step": step,
                 "restored_from": self.restored_from,

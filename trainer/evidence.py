@@ -72,18 +72,17 @@ def host() -> dict[str, str]:
     return {"fingerprint": machine.host_fingerprint(), "hostname": socket.gethostname()}
 
 
-def device_facts(device: torch.device, node_id: str) -> dict[str, str]:
+def device_facts(device: torch.device) -> dict[str, str]:
     """Type, name and fingerprint of a rank's device.
 
-    A GPU is known by its UUID. A CPU is shared by the ranks of a host, so its fingerprint also covers the Ray node the
-    rank runs on, and proves no more than that.
+    A GPU is known by its UUID, a CPU by its machine: ranks on one machine share it, whatever Ray nodes they run on.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         mark = f"cuda\n{properties.uuid}\n"
         name = str(properties.name)
     else:
-        mark = f"cpu\n{machine.host_fingerprint()}\n{node_id}\n"
+        mark = f"cpu\n{machine.host_fingerprint()}\n"
         name = machine.cpu_name()
     return {"type": device.type, "name": name, "fingerprint": hashlib.sha256(mark.encode()).hexdigest()}
 

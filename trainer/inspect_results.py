@@ -4,8 +4,9 @@
         [--require-distinct-devices] [--require-distinct-hosts] [--json FILE|-]
 
 The place is a run's root, in S3 (endpoint, region and keys from AWS_ENDPOINT_URL, AWS_REGION,
-AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or copied to a local directory. Exit status 0 when every check
-holds, 1 when one does not, 2 when the place or a file given cannot be used, or storage does not answer.
+AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or copied to a local directory. Of several exports the run's own
+training is inspected. Exit status 0 when every check holds, 1 when one does not, 2 when the place or a file
+given cannot be used, or storage does not answer.
 """
 
 from __future__ import annotations
@@ -36,8 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             root = open_root(options.place, Path(scratch))
             order = None if options.expect is None else _read_order(options.expect)
             asked = options.submission or (order or {}).get("submission_id")
+            submission, others = choose_submission(root, asked)
+            if others:
+                print(
+                    f"inspect_results: inspecting the run's own export, {submission}; for another use --submission: "
+                    f"{', '.join(others)}",
+                    file=sys.stderr,
+                )
             question = Question(
-                choose_submission(root, asked),
+                submission,
                 lambda location: open_root(location, Path(tempfile.mkdtemp(dir=scratch))),
                 order,
                 options.require_distinct_devices,
@@ -103,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check what a run left in storage, from storage alone.",
     )
     parser.add_argument("place", help="the run's root: s3://bucket/prefix/<run key>, or a local copy of it")
-    parser.add_argument("--submission", metavar="ID", help="which export; default: the only one there")
+    parser.add_argument("--submission", metavar="ID", help="which export; default: the run's own training")
     parser.add_argument(
         "--json", metavar="FILE", help="write the outcome as JSON too; '-' prints it instead of the table"
     )

@@ -6,7 +6,9 @@ comes from its own seeded generator on the CPU. A recipe is the mapping ``worklo
 here are ``features``, ``samples_per_rank``, ``batch_size``, ``learning_rate``, ``momentum`` and ``seed``.
 
 Targets are ``x @ w + b + noise`` with ``x, w, b ~ N(0, 1)`` and noise of standard deviation 0.1, so a fitted
-model's mean squared error nears 0.01 and never reaches zero.
+model's mean squared error nears 0.01 and never reaches zero. Each training step draws its noise anew: with
+samples that repeat, a fitted model runs into an exact cycle of parameters, and two of its commits would have
+the same hash.
 """
 
 from __future__ import annotations
@@ -22,38 +24,40 @@ NOISE = 0.1
 
 
 def shard(recipe: Mapping[str, Any], rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rank's training samples: inputs ``[samples_per_rank, features]`` and targets ``[samples_per_rank,
-    1]``, float32 on the CPU.
+    """One rank's training samples: inputs ``[samples_per_rank, features]`` and targets before noise
+    ``[samples_per_rank, 1]``, float32 on the CPU.
 
     Shards of different ranks are disjoint draws; rank r's is the same for every world size that has such a
     rank. Raises ValueError for a rank outside ``0..world_size-1``.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} does not exist in a world of {world_size}")
-    inputs, targets = _samples(recipe, f"shard/{rank}", int(recipe["samples_per_rank"]))
+    inputs, targets = _samples(recipe, _generator(recipe, f"shard/{rank}"), int(recipe["samples_per_rank"]))
     return inputs.float(), targets.float()
 
 
 def batch(
-    recipe: Mapping[str, Any], samples: tuple[torch.Tensor, torch.Tensor], step: int
+    recipe: Mapping[str, Any], samples: tuple[torch.Tensor, torch.Tensor], rank: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch of optimizer step ``step`` (1, 2, ...): ``batch_size`` consecutive samples of the shard,
-    wrapping round.
+    """A rank's batch of optimizer step ``step`` (1, 2, ...): ``batch_size`` consecutive samples of its shard,
+    wrapping round, with that step's noise on the targets.
 
-    A function of the step alone, so a restored rank goes on with the batch it would have had.
+    A function of rank and step alone, so a restored rank goes on with the batch it would have had.
     """
     inputs, targets = samples
-    first = (step - 1) * int(recipe["batch_size"])
-    rows = torch.arange(first, first + int(recipe["batch_size"])) % inputs.shape[0]
-    rows = rows.to(inputs.device)
-    return inputs[rows], targets[rows]
+    count = int(recipe["batch_size"])
+    rows = (torch.arange((step - 1) * count, step * count) % inputs.shape[0]).to(inputs.device)
+    noise = _noise(_generator(recipe, f"noise/{rank}/{step}"), count).float().to(inputs.device)
+    return inputs[rows], targets[rows] + noise
 
 
 def held_out(recipe: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples no rank trains on: inputs ``[4096, features]`` and targets ``[4096, 1]``, float64 on the
     CPU.
     """
-    return _samples(recipe, "held-out", HELD_OUT_SAMPLES)
+    generator = _generator(recipe, "held-out")
+    inputs, targets = _samples(recipe, generator, HELD_OUT_SAMPLES)
+    return inputs, targets + _noise(generator, HELD_OUT_SAMPLES)
 
 
 def held_out_loss(recipe: Mapping[str, Any], model: torch.nn.Module) -> float:
@@ -84,13 +88,16 @@ def build_optimizer(recipe: Mapping[str, Any], model: torch.nn.Module) -> torch.
     return torch.optim.SGD(model.parameters(), lr=float(recipe["learning_rate"]), momentum=float(recipe["momentum"]))
 
 
-def _samples(recipe: Mapping[str, Any], purpose: str, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _samples(recipe: Mapping[str, Any], generator: torch.Generator, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs, and their targets before noise."""
     features = int(recipe["features"])
     truth = torch.randn(features + 1, 1, generator=_generator(recipe, "truth"), dtype=torch.float64)
-    generator = _generator(recipe, purpose)
     inputs = torch.randn(count, features, generator=generator, dtype=torch.float64)
-    noise = torch.randn(count, 1, generator=generator, dtype=torch.float64) * NOISE
-    return inputs, inputs @ truth[:features] + truth[features] + noise
+    return inputs, inputs @ truth[:features] + truth[features]
+
+
+def _noise(generator: torch.Generator, count: int) -> torch.Tensor:
+    return torch.randn(count, 1, generator=generator, dtype=torch.float64) * NOISE
 
 
 def _generator(recipe: Mapping[str, Any], purpose: str) -> torch.Generator:

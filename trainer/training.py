@@ -1,7 +1,7 @@
 """The training function each rank runs: restore, step, journal, report at checkpoint boundaries, hold for a drill.
 
-The parameters after step n are a function of the recipe alone: data order depends on the step, restored state is
-complete (model, momentum), and nothing is kept in the process that a kill could lose.
+The parameters after step n are a function of the recipe alone: a step's samples and their noise depend on its number,
+restored state is complete (model, momentum), and nothing is kept in the process that a kill could lose.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _steps(
     interval.open()
     mean_squared_error = torch.nn.functional.mse_loss
     for step in range(start + 1, job.steps + 1):
-        inputs, targets = synthetic.batch(recipe, samples, step)
+        inputs, targets = synthetic.batch(recipe, samples, attempt.rank, step)
         loss = mean_squared_error(replicated(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

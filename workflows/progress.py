@@ -136,7 +136,7 @@ class Progress:
         elif outcome != "succeeded":
             unproved += ("artifacts: not verified, because the run did not succeed",)
         if spec and spec.hosts.require_distinct_devices and spec.hosts.device == "cpu":
-            unproved += ("distinct devices: on CPU a device is a Ray node's share of its machine, not a chip",)
+            unproved += ("distinct devices: on CPU a device is a machine with all its processors, not a chip",)
         if self.unsaved:
             unproved += (f"logs: not saved ({self.unsaved[:300]})",)
         if self.cleared and not self.cleared.conditional_writes:

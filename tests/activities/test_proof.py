@@ -237,7 +237,7 @@ def test_hashes_that_differ_are_not_told_as_one() -> None:
 def test_placement_counts_the_newest_attempt_and_lists_them_all() -> None:
     starts = [each for name, each in evidence().items() if name.endswith("start.json")]
     told = placement(starts)
-    assert (told.distinct_hosts, told.distinct_nodes, told.distinct_devices) == (1, 2, 2)
+    assert (told.distinct_hosts, told.distinct_nodes, told.distinct_devices) == (1, 2, 1)
     assert [(each["attempt"], each["rank"]) for each in told.ranks] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     # After a host died both ranks can land on one, and training succeeds: SPREAD is soft.
     for each in starts:
@@ -245,6 +245,21 @@ def test_placement_counts_the_newest_attempt_and_lists_them_all() -> None:
             each.update(ray={"node_id": "one", "address": "127.0.0.2"}, device={"fingerprint": "one"})
     told = placement(starts)
     assert (told.distinct_nodes, told.distinct_devices) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "devices", "counted"),
+    [("cpu", ("a", "a"), ("x", "y"), 1), ("cpu", ("a", "b"), ("x", "x"), 2), ("cuda", ("a", "a"), ("x", "y"), 2)],
+)
+def test_a_cpu_is_counted_by_its_machine_and_not_by_its_ray_node(
+    kind: str, hosts: tuple[str, str], devices: tuple[str, str], counted: int
+) -> None:
+    starts = [each for name, each in evidence().items() if name.endswith("start.json")]
+    for each in starts:
+        rank = each["rank"]
+        each.update(host={"fingerprint": hosts[rank]}, device={"type": kind, "fingerprint": devices[rank]})
+    told = placement(starts)
+    assert (told.distinct_nodes, told.distinct_devices) == (2, counted)
 
 
 # Reading it from storage.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import py_compile
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,24 +84,111 @@ def test_a_change_of_the_same_size_is_found_too(built: Path, root: Path, lock: P
     os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.parametrize("pattern", ["pip/__init__.py", "pip/__pycache__/__init__.*.pyc", "pip/py.typed"])
+def test_other_bytes_of_the_same_size_and_date_are_found(built: Path, root: Path, lock: Path, pattern: str) -> None:
+    changed = next(built.glob(f"lib/python*/site-packages/{pattern}"))
+    before, status = changed.read_bytes(), changed.stat()
+
+    def write(data: bytes) -> None:
+        changed.write_bytes(data)
+        os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    write(before[:-1] + bytes([before[-1] ^ 1]))
+    for _ in range(2):
+        with pytest.raises(EnvironmentBroken, match=rf"{changed.name} was changed \(its size and date .*--rebuild"):
+            environment.verify(root, requirements=lock)
+    write(before)
+
+
+def test_bytes_are_compared_once_in_a_boot_and_after_every_touch(
+    built: Path, root: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    really = environment._digests
+
+    def digests(target: Path, names: Iterable[str]) -> dict[str, str]:
+        hashed.append(target)
+        return really(target, names)
+
+    monkeypatch.setattr(environment, "_digests", digests)
+    environment.verify(root, requirements=lock)
+    hashed.clear()
+    environment.verify(root, requirements=lock)
+    assert hashed == []
+    changed_source(built).chmod(0o600)  # only the change time tells
+    environment.verify(root, requirements=lock)
+    environment.verify(root, requirements=lock)
+    assert hashed == [built]
+    monkeypatch.setattr(environment, "boot_id", lambda: "another boot")
+    environment.verify(root, requirements=lock)
+    assert hashed == [built, built]
+    changed_source(built).chmod(0o644)
+
+
+def test_a_link_that_leads_elsewhere_is_found(built: Path, root: Path, lock: Path) -> None:
+    link = next(each for each in (built / "bin").iterdir() if each.is_symlink())
+    leads, status = os.readlink(link), link.lstat()
+    link.unlink()
+    link.symlink_to("/" + leads[1:].replace("n", "m"))
+    os.utime(link, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+    with pytest.raises(EnvironmentBroken, match=f"{link.name} was changed"):
+        environment.verify(root, requirements=lock)
+    link.unlink()
+    link.symlink_to(leads)
+    os.utime(link, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
+
+
 def test_a_missing_and_an_added_file_are_found(built: Path, root: Path, lock: Path) -> None:
     source = changed_source(built)
     source.rename(built.parent / "aside")
     with pytest.raises(EnvironmentBroken, match=r"pip/__init__.py is missing"):
         environment.verify(root, requirements=lock)
     (built.parent / "aside").rename(source)
-    added = source.with_name("sitecustomize.py")
-    added.write_text("")
-    with pytest.raises(EnvironmentBroken, match=r"sitecustomize.py was added"):
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sitecustomize.py", "added.pth", "pip/added.so", "pip/added.pyc", "pip/data.txt", "added/__init__.py"),
+        *("pip/__pycache__/added.TAG.pyc", "pip/__pycache__/added.pyc", "pip/__pycache__/added.so", "added/x.pyc"),
+        "pip/__pycache__/__init__.cpython-399.pyc",
+    ],
+)
+def test_a_file_that_was_added_is_refused(built: Path, root: Path, lock: Path, name: str) -> None:
+    packages = changed_source(built).parents[1]
+    added = packages / name.replace("TAG", str(sys.implementation.cache_tag))
+    made = not added.parent.exists()
+    added.parent.mkdir(exist_ok=True)
+    # The very bytes that Python would write for a source that is there.
+    added.write_bytes(Path(importlib.util.cache_from_source(str(changed_source(built)))).read_bytes())
+    with pytest.raises(EnvironmentBroken, match=rf"{re.escape(added.name)} was added"):
         environment.verify(root, requirements=lock)
     added.unlink()
+    if made:
+        added.parent.rmdir()
 
 
-def test_a_cache_file_that_python_adds_changes_nothing(built: Path, root: Path, lock: Path) -> None:
-    extra = changed_source(built).parent / "__pycache__" / "__init__.cpython-399.pyc"
-    extra.write_bytes(b"")
-    environment.verify(root, requirements=lock)
-    extra.unlink()
+def test_a_cache_file_that_python_adds_changes_nothing_and_any_other_in_its_place_does(
+    built: Path, root: Path, lock: Path, tmp_path: Path
+) -> None:
+    source = changed_source(built)
+    other = tmp_path / "other.py"
+    other.write_text("raise SystemExit('not what was built')\n")
+    for level in (1, 2):
+        cache = Path(importlib.util.cache_from_source(str(source), optimization=level))
+        program = [str(environment.interpreter(built)), "-I", f"-{'O' * level}", "-c", "import pip"]
+        subprocess.run(program, check=True)
+        assert cache.exists()
+        environment.verify(root, requirements=lock)
+        honest = cache.read_bytes()
+        py_compile.compile(str(other), cfile=str(tmp_path / "other.pyc"), doraise=True)
+        foreign = (tmp_path / "other.pyc").read_bytes()
+        for data in (honest[:16] + foreign[16:], honest[:40], b"", b"x" * 4 + honest[4:]):
+            cache.write_bytes(data)
+            with pytest.raises(EnvironmentBroken, match=rf"{re.escape(cache.name)} was added"):
+                environment.verify(root, requirements=lock)
+        for each in source.parents[1].rglob(f"*.opt-{level}.pyc"):
+            each.unlink()
 
 
 def test_a_file_that_others_can_write_is_refused(built: Path, root: Path, lock: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tests.trainer.small_run import (
 from trainer import inspect_results, last_commit
 from trainer.hashing import model_sha256, momentum_sha256
 from trainer.inspection import evidence as evidence_module
+from trainer.inspection import record as record_module
 from trainer.inspection import recording, storage
 from trainer.inspection.checklist import Failed
 from trainer.synthetic import build_model, build_optimizer, held_out_loss, shard
@@ -71,7 +73,7 @@ def failures(outcome: dict[str, Any]) -> dict[str, str]:
 
 
 def test_sound_run_passes_every_check(run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, outcome = inspected(run, tmp_path, "--require-distinct-devices", order=ORDER)
+    status, outcome = inspected(run, tmp_path, order=ORDER)
     assert failures(outcome) == {}
     assert status == 0
     assert outcome["ok"] is True
@@ -80,9 +82,10 @@ def test_sound_run_passes_every_check(run: SmallRun, tmp_path: Path, capsys: pyt
     assert outcome["figures"]["restored_steps"] == [0, KILLED_AT]
     metrics = json.loads((run.export / "metrics.json").read_text())
     assert outcome["figures"]["held_out_loss_recomputed"] == metrics["held_out"]["final_loss"]
-    assert [check["name"] for check in outcome["not_applicable"]] == ["distinct hosts"]
+    assert [check["name"] for check in outcome["not_applicable"]] == ["distinct devices", "distinct hosts"]
+    assert (outcome["figures"]["distinct_devices"], outcome["figures"]["distinct_hosts"]) == (1, 1)
     table = capsys.readouterr().out
-    assert "all 24 checks hold" in table
+    assert "all 26 checks hold" in table
     assert "FAILED" not in table
 
 
@@ -247,9 +250,16 @@ def doubles_rank(run: SmallRun) -> None:
     run.seal()
 
 
-def same_device(run: SmallRun) -> None:
-    fingerprint = json.loads(run.evidence(2, 0).read_text())["device"]["fingerprint"]
-    evidence(2, (1,), lambda document: document["device"].update(fingerprint=fingerprint))(run)
+def placed(*ranks: tuple[str, str, str]) -> Tamper:
+    """Each rank's device type, device and host, in every attempt."""
+
+    def tamper(run: SmallRun) -> None:
+        for rank, (kind, device, host) in enumerate(ranks):
+            told = {"device": {"type": kind, "name": "", "fingerprint": device}, "host": {"fingerprint": host}}
+            for attempt in (1, 2):
+                evidence(attempt, (rank,), methodcaller("update", told))(run)
+
+    return tamper
 
 
 def loses_rank(run: SmallRun) -> None:
@@ -290,8 +300,65 @@ def blanks_commit_of_attempt_one(document: dict[str, Any]) -> None:
         del document[key][1]
 
 
+def journal_of_kept(change: Callable[[dict[str, Any]], object]) -> Tamper:
+    return lambda run: run.edit(kept_commit(run).with_name("journal.json"), change)
+
+
+def deletes_kept_commit(run: SmallRun) -> None:
+    shutil.rmtree(kept_commit(run).parent)
+
+
+def reported(**values: Any) -> Tamper:
+    """Change what was reported with the commit of step 16."""
+    return snapshot(lambda document: document["checkpoint_results"][3]["metrics"].update(values))
+
+
+def drops_commit(number: int, deleted: bool, renumbered: bool = False) -> Tamper:
+    """Take a commit out of the record and, if ``deleted``, out of storage; Ray's count may be made to fit."""
+
+    def tamper(run: SmallRun) -> None:
+        place = run.root / "train" / "main" / "checkpoint_manager_snapshot.json"
+
+        def change(document: dict[str, Any]) -> None:
+            name = document["checkpoint_results"].pop(number)["checkpoint_dir_name"]
+            document["checkpoint_report_indices"].pop(number)
+            if renumbered:
+                left = len(document["checkpoint_results"])
+                document.update(checkpoint_report_indices=list(range(left)), current_report_index=left)
+            if deleted:
+                shutil.rmtree(place.parent / name)
+
+        run.edit(place, change)
+
+    return tamper
+
+
 OTHER = "0" * 64
 STEPS = RECIPE["steps"]
+
+EXTRA_METRICS: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+    ("metrics.json", lambda document: document.update(note="x")),
+    ("metrics.json, run", lambda document: document["run"].update(note="x")),
+    ("metrics.json, recipe", lambda document: document["recipe"].update(note="x")),
+    ("metrics.json, step 5", row(5, note="x")),
+    ("metrics.json, attempt 2", lambda document: document["attempts"][1].update(note="x")),
+    ("metrics.json, held_out", lambda document: document["held_out"].update(note="x")),
+]
+EXTRA_STATE: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
+    ("the top", lambda content: content.update(note="x"), "'note' is no field of it"),
+    ("the model", lambda content: content["model"].update(note=torch.zeros(1)), "its model does not fit the recipe"),
+    ("the optimizer", lambda content: content["optimizer"].update(note="x"), "optimizer: 'note'"),
+    (
+        "the optimizer's settings",
+        lambda content: content["optimizer"]["param_groups"][0].update(note="x"),
+        "optimizer group 0: 'note'",
+    ),
+    (
+        "a parameter's state",
+        lambda content: content["optimizer"]["state"][1].update(note=torch.zeros(1)),
+        "state of parameter 1: 'note'",
+    ),
+]
 
 # What is done to the run, the check that must fail, and what its message must name.
 TAMPERED: list[tuple[str, Tamper, str, str]] = [
@@ -608,7 +675,7 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "optimizer rate",
         resaves(native, lambda content: content["optimizer"]["param_groups"][0].update(lr=1.0)),
         "checkpoint",
-        "learning_rate is 1.0",
+        "lr is 1.0, not 0.05",
     ),
     (
         "checkpoint truncated",
@@ -661,6 +728,137 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "checkpoint",
         "reached through a link",
     ),
+    # The commits kept, and Ray's record of them.
+    (
+        "a kept journal's loss",
+        journal_of_kept(row(3, loss=9.0)),
+        "kept journals",
+        f"{commit_name(16, 2)}/journal.json differs from metrics.json in step 3",
+    ),
+    (
+        "a kept journal's last row",
+        journal_of_kept(row(16, gradient_norm=9.0)),
+        "kept journals",
+        "differs from metrics.json in step 16",
+    ),
+    (
+        "a kept journal's recipe",
+        journal_of_kept(lambda document: document["recipe"].update(seed=8)),
+        "kept journals",
+        "recipe is",
+    ),
+    (
+        "a kept journal's attempt",
+        journal_of_kept(row(12, attempt=1, loss=9.0)),
+        "kept journals",
+        "differs from metrics.json in step 12",
+    ),
+    (
+        "a field more in a kept journal",
+        journal_of_kept(lambda document: document.update(note="x")),
+        "kept journals",
+        "'note' is no field of it",
+    ),
+    (
+        "a field more in a kept row",
+        journal_of_kept(row(5, note="x")),
+        "kept journals",
+        "differs from metrics.json in step 5",
+    ),
+    ("a kept commit is gone", deletes_kept_commit, "commit record", f"{commit_name(16, 2)} is listed as committed"),
+    (
+        "the last commit is gone",
+        lambda run: shutil.rmtree(run.checkpoint),
+        "commit record",
+        "nothing of it is in storage",
+    ),
+    ("loss reported", reported(loss=9.0), "kept journals", f"{commit_name(16, 2)}: loss is 9.0"),
+    ("speed reported", reported(samples_per_second=9.0), "kept journals", "samples_per_second is 9.0"),
+    ("step reported", reported(step=12), "kept journals", "step is 12, not 16"),
+    ("attempt reported", reported(attempt=1), "kept journals", "attempt is 1, not 2"),
+    ("steps reported", reported(steps=25), "kept journals", "steps is 25, not 24"),
+    ("a field more reported", reported(note="x"), "kept journals", "'note' is no field of it"),
+    ("hash reported", reported(model_sha256=OTHER), "kept commits", "its model differ from what was reported"),
+    ("no hash reported", reported(momentum_sha256=None), "kept commits", "its momentum differ from what was reported"),
+    (
+        "last loss reported",
+        snapshot(lambda document: document["latest_checkpoint_result"]["metrics"].update(loss=9.0)),
+        "commit record",
+        "latest_checkpoint_result is not the newest commit",
+    ),
+    *(
+        (f"commit {number} dropped, {how}", drops_commit(number, deleted), "commits in order", words)
+        for how, deleted in (("its folder left", False), ("and deleted", True))
+        for number, words in (
+            (0, f"the record lists 5 commits, from {commit_name(8, 1)} on"),
+            (1, "the commit of step 8 is not listed"),
+            (2, "the commit of step 12 is not listed"),
+            (3, "the commit of step 16 is not listed"),
+        )
+    ),
+    (
+        "dropped and counted anew",
+        drops_commit(3, True, renumbered=True),
+        "commits in order",
+        "the commit of step 16 is not listed",
+    ),
+    (
+        "listed twice",
+        snapshot(lambda document: document["checkpoint_results"].insert(3, document["checkpoint_results"][3])),
+        "commit record",
+        f"lists {commit_name(16, 2)} 2 times",
+    ),
+    (
+        "order of commits",
+        snapshot(lambda document: document["checkpoint_report_indices"].reverse()),
+        "commits in order",
+        "is not listed",
+    ),
+    (
+        "no order of commits",
+        snapshot(lambda document: document.update(checkpoint_report_indices=None)),
+        "commit record",
+        "gives no order to its commits",
+    ),
+    (
+        "commits to come",
+        snapshot(lambda document: document.update(current_report_index=3)),
+        "commit record",
+        "current_report_index is 3",
+    ),
+    # What no check would read.
+    *(
+        (f"a field more in {where}", metrics(change), "metrics.json", f"{where}: 'note' is no field of it")
+        for where, change in EXTRA_METRICS
+    ),
+    ("a field less", metrics(lambda document: document.pop("device")), "metrics.json", "device is missing"),
+    (
+        "a field more in a rank of the journal",
+        metrics(lambda document: document["attempts"][1]["ranks"][0].update(note="x")),
+        "journal and evidence",
+        "differs from its own evidence in note",
+    ),
+    ("a field more in the result", result(lambda document: document.update(note="x")), "result", "'note' is no field"),
+    *(
+        (f"a field more in {what} of state.pt", resaves(state, change), "state.pt", words)
+        for what, change, words in (*EXTRA_STATE, ("the run", lambda d: d["run"].update(note="x"), "run: 'note'"))
+    ),
+    *(
+        (f"a field more in {what} of checkpoint.pt", resaves(native, change), "checkpoint", words)
+        for what, change, words in EXTRA_STATE[1:]
+    ),
+    (
+        "a field more in a kept checkpoint.pt",
+        resaves(kept_commit, lambda content: content.update(note="x")),
+        "kept commits",
+        "checkpoint.pt: 'note' is no field of it",
+    ),
+    (
+        "an optimizer's other setting",
+        resaves(state, lambda content: content["optimizer"]["param_groups"][0].update(weight_decay=0.5)),
+        "state.pt",
+        "weight_decay is 0.5, not 0",
+    ),
 ]
 
 
@@ -676,7 +874,7 @@ def test_tampered_run_is_refused_by_name(run: SmallRun, tmp_path: Path, tamper: 
     assert check in found, found
     assert words in found[check], found[check]
     # Everything else was still tried.
-    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 25
+    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 28
     assert not [detail for detail in found.values() if detail.startswith("cannot be checked")], found
 
 
@@ -706,13 +904,26 @@ def test_run_that_is_not_the_ordered_one_is_refused(
     assert words in failures(outcome)[check]
 
 
-def test_equal_devices_are_refused_where_distinct_ones_are_asked(run: SmallRun, tmp_path: Path) -> None:
-    same_device(run)
-    assert inspected(run, tmp_path)[0] == 0
-    status, outcome = inspected(run, tmp_path, "--require-distinct-devices")
-    assert status == 1
-    assert list(failures(outcome)) == ["distinct devices"]
-    assert "attempt 2: ranks 0-1 share one device" in failures(outcome)["distinct devices"]
+PLACED: list[tuple[str, tuple[tuple[str, str, str], tuple[str, str, str]], int]] = [
+    ("two Ray nodes of one machine", (("cpu", "node a", "host"), ("cpu", "node b", "host")), 1),
+    ("two machines", (("cpu", "a", "host a"), ("cpu", "b", "host b")), 2),
+    ("two machines of one kind", (("cpu", "a", "host a"), ("cpu", "a", "host b")), 2),
+    ("two GPUs of one machine", (("cuda", "a", "host"), ("cuda", "b", "host")), 2),
+    ("one GPU", (("cuda", "a", "host"), ("cuda", "a", "host")), 1),
+]
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [case[1:] for case in PLACED], ids=[case[0] for case in PLACED])
+def test_devices_are_distinct_where_no_two_ranks_can_share_one(
+    run: SmallRun, tmp_path: Path, ranks: tuple[tuple[str, str, str], ...], devices: int
+) -> None:
+    placed(*ranks)(run)
+    outcome = inspected(run, tmp_path)[1]
+    assert outcome["figures"]["distinct_devices"] == devices
+    found = failures(inspected(run, tmp_path, "--require-distinct-devices")[1])
+    assert ("distinct devices" in found) == (devices == 1)
+    if devices == 1:
+        assert "attempt 2: ranks 0-1 share one device" in found["distinct devices"]
 
 
 def test_two_ranks_on_one_machine_are_not_two_hosts(run: SmallRun, tmp_path: Path) -> None:
@@ -727,6 +938,40 @@ def test_optimizer_without_momentum_restores_none(run: SmallRun, tmp_path: Path)
     assert "without any momentum" in failures(inspected(run, tmp_path)[1])["restored state"]
     metrics(lambda document: document["recipe"].update(momentum=0.0))(run)
     assert "restored state" not in failures(inspected(run, tmp_path)[1])
+
+
+def renumbers_commits(run: SmallRun, numbers: dict[int, int]) -> None:
+    """Number the attempts anew in commits, record, journals and export. Those that become 0 were an earlier run's."""
+    folder = run.root / "train" / "main"
+
+    def attempt(name: str) -> int:
+        return numbers[int(name.rpartition("-")[2])]
+
+    def renamed(name: str) -> str:
+        return f"{name.rpartition('-')[0]}-{attempt(name):03d}"
+
+    def rows(document: dict[str, Any]) -> None:
+        for entry in document["steps"]:
+            entry["attempt"] = numbers[entry["attempt"]]
+
+    def record_of(document: dict[str, Any]) -> None:
+        listed = [each for each in document["checkpoint_results"] if attempt(each["checkpoint_dir_name"])]
+        for each in (*listed, document["latest_checkpoint_result"]):
+            each["metrics"]["attempt"] = attempt(each["checkpoint_dir_name"])
+            each["checkpoint_dir_name"] = renamed(each["checkpoint_dir_name"])
+        indices = list(range(len(listed)))
+        document.update(checkpoint_results=listed, checkpoint_report_indices=indices, current_report_index=len(listed))
+
+    snapshot(record_of)(run)
+    for place in list(folder.glob("checkpoint_step-*")):
+        run.edit(place / "journal.json", rows)
+        if attempt(place.name):
+            place.rename(place.with_name(renamed(place.name)))
+        else:
+            shutil.rmtree(place)
+    run.edit("metrics.json", rows)
+    run.edit("result.json", lambda document: document.update(checkpoint=renamed(document["checkpoint"])))
+    run.seal()
 
 
 def test_attempt_that_never_took_a_step_is_set_aside(run: SmallRun, tmp_path: Path) -> None:
@@ -746,15 +991,9 @@ def test_attempt_that_never_took_a_step_is_set_aside(run: SmallRun, tmp_path: Pa
             rank["attempt"] = 3
         started = {**document["attempts"][1]["ranks"][0], "attempt": 2}
         document["attempts"].insert(1, {"attempt": 2, "restored_step": KILLED_AT, "ranks": [started]})
-        for entry in document["steps"]:
-            entry["attempt"] = min(entry["attempt"] * 2 - 1, 3)
 
     run.edit("metrics.json", renumber)
-    run.edit(
-        run.checkpoint / "journal.json",
-        lambda document: [entry.update(attempt=min(entry["attempt"] * 2 - 1, 3)) for entry in document["steps"]],
-    )
-    run.seal()
+    renumbers_commits(run, {1: 1, 2: 3})
     status, outcome = inspected(run, tmp_path)
     assert failures(outcome) == {}
     assert status == 0
@@ -762,10 +1001,60 @@ def test_attempt_that_never_took_a_step_is_set_aside(run: SmallRun, tmp_path: Pa
     assert "attempt 2 never took a step" in ranks["detail"]
 
 
-def test_restored_checkpoint_that_is_no_longer_kept_is_said_not_refused(run: SmallRun, tmp_path: Path) -> None:
-    snapshot(blanks_commit_of_attempt_one)(run)
-    shutil.rmtree(restored_commit(run).parent)
+def keeps(run: SmallRun, count: int, deleted: int) -> None:
+    """Drop all but the newest ``count`` commits from the record as Ray does, having deleted the oldest ``deleted``."""
+
+    def change(document: dict[str, Any]) -> None:
+        dropped = document["checkpoint_results"][:-count]
+        for key in ("checkpoint_results", "checkpoint_report_indices"):
+            document[key] = document[key][-count:]
+        for commit in dropped[:deleted]:
+            shutil.rmtree(run.root / "train" / "main" / commit["checkpoint_dir_name"])
+
+    snapshot(change)(run)
+
+
+@pytest.mark.parametrize("deleted", [2, 3])
+def test_commits_that_ray_dropped_are_no_fault(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deleted: int
+) -> None:
+    """Ray deletes what it dropped after it wrote the record: a driver that dies in between leaves the folder."""
+    monkeypatch.setattr(record_module, "COMMITS_KEPT", 3)
+    keeps(run, 3, deleted)
     status, outcome = inspected(run, tmp_path)
+    assert failures(outcome) == {}
+    assert status == 0
+
+
+def test_upload_that_was_never_committed_is_no_fault(run: SmallRun, tmp_path: Path) -> None:
+    shutil.copytree(kept_commit(run).parent, kept_commit(run).parent.with_name(commit_name(12, 1)))
+    assert failures(inspected(run, tmp_path)[1]) == {}
+
+
+def test_step_made_again_is_compared_in_what_the_recipe_determines(run: SmallRun, tmp_path: Path) -> None:
+    """A commit that a later attempt could not load stays in the record, with another time for the steps after it."""
+    journal = kept_commit(run).with_name("journal.json")
+    place = run.root / "train" / "main" / "checkpoint_manager_snapshot.json"
+    before = journal.read_text(), place.read_text()
+
+    def again(**values: Any) -> dict[str, str]:
+        journal.write_text(before[0])
+        place.write_text(before[1])
+        run.edit(journal, lambda document: document["steps"][12].update(attempt=1, **values))
+        return failures(inspected(run, tmp_path)[1])
+
+    assert again(samples_per_second=1.0) == {}
+    for changed in ({"loss": 9.0}, {"gradient_norm": 9.0}, {"parameter_change": 9.0}, {"learning_rate": 9.0}):
+        assert "differs from metrics.json in step 13" in again(**changed)["kept journals"]
+
+
+def test_restored_checkpoint_that_is_no_longer_kept_is_said_not_refused(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_module, "COMMITS_KEPT", 3)
+    keeps(run, 3, 3)
+    status, outcome = inspected(run, tmp_path)
+    assert failures(outcome) == {}
     assert status == 0
     detail = next(check["detail"] for check in outcome["checks"] if check["name"] == "restored from commits")
     assert "no longer kept and was not compared" in detail
@@ -781,16 +1070,10 @@ def resumed(run: SmallRun, source: str) -> None:
             run.edit(run.evidence(1, rank, kind), lambda document: document.update(attempt=1))
         run.edit(run.evidence(1, rank), lambda document: document.update(restored_from=source))
 
-    def renumber(document: dict[str, Any]) -> None:
-        for entry in document["steps"]:
-            entry["attempt"] -= 1
-        if "attempts" in document:
-            ranks = [json.loads(run.evidence(1, rank).read_text()) for rank in (0, 1)]
-            document["attempts"] = [{"attempt": 1, "restored_step": KILLED_AT, "ranks": ranks}]
-
-    run.edit("metrics.json", renumber)
-    run.edit(run.checkpoint / "journal.json", renumber)
-    run.seal()
+    ranks = [json.loads(run.evidence(1, rank).read_text()) for rank in (0, 1)]
+    attempts = [{"attempt": 1, "restored_step": KILLED_AT, "ranks": ranks}]
+    run.edit("metrics.json", lambda document: document.update(attempts=attempts))
+    renumbers_commits(run, {1: 0, 2: 1})
 
 
 def test_run_continued_from_an_earlier_one_passes_under_its_order_only(run: SmallRun, tmp_path: Path) -> None:
@@ -939,6 +1222,19 @@ def test_unreachable_storage_is_unusable_input(
     assert "canary" not in said
 
 
+def test_a_runs_own_export_is_inspected_beside_that_of_its_parity_training(
+    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line in a run's report names no submission."""
+    parity = f"{RUN_KEY}-parity"
+    shutil.copytree(run.export, run.root / "exports" / parity)
+    status, outcome = inspected(run, tmp_path)
+    assert (status, outcome["submission_id"]) == (0, SUBMISSION)
+    said = capsys.readouterr()
+    assert f"inspecting the run's own export, {SUBMISSION}; for another use --submission: {parity}" in said.err
+    assert inspected(run, tmp_path, "--submission", parity)[1]["submission_id"] == parity
+
+
 def test_several_exports_are_listed_to_choose_from(
     run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1012,6 +1308,12 @@ def test_run_is_inspected_from_storage_alone(bucket: SmallRun, capsys: pytest.Ca
     flips("state.pt")(bucket)
     assert inspect_results.main([ADDRESS, "--json", "-"]) == 1
     assert "state.pt differs from its checksum" in failures(json.loads(capsys.readouterr().out))["manifest"]
+
+
+def test_the_runs_own_export_is_told_by_its_address(bucket: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(bucket.export, bucket.root / "exports" / "other-train")
+    assert inspect_results.main([ADDRESS, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["submission_id"] == SUBMISSION
 
 
 def test_run_copied_under_another_key_is_refused(bucket: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def run(
     interval.open()
     entries: list[dict[str, Any]] = []
     for step in range(first, last + 1):
-        inputs, targets = synthetic.batch(RECIPE, samples, step)
+        inputs, targets = synthetic.batch(RECIPE, samples, 0, step)
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()

@@ -549,7 +549,7 @@ def a_proof(order: ProofOrder, problems: Sequence[str] = ()) -> Proof:
         )
     ranks = tuple({"rank": rank, "node_id": f"node-{rank}"} for rank in range(order.world_size))
     return Proof(
-        placement=Placement(ranks=ranks, distinct_hosts=1, distinct_nodes=2, distinct_devices=2), recovery=recovery
+        placement=Placement(ranks=ranks, distinct_hosts=1, distinct_nodes=2, distinct_devices=1), recovery=recovery
     )
 
 

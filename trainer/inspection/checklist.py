@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -87,6 +87,12 @@ def compare(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) ->
         for key, value in expected.items()
         if found.get(key) != value
     ]
+
+
+def fields(what: str, expected: Collection[str], found: Mapping[str, Any]) -> list[str]:
+    """A problem for each field that ``found`` has beyond ``expected``, or lacks: what nobody reads, nobody checks."""
+    problems = [f"{what}: {name!r} is no field of it" for name in sorted(map(str, found.keys() - set(expected)))]
+    return problems + [f"{what}: {name} is missing" for name in expected if name not in found]
 
 
 class Once:

@@ -3,7 +3,7 @@
 ``train/<name>/checkpoint_manager_snapshot.json`` is Ray Train's own record: a checkpoint it does not list was
 never committed, whatever lies in storage. ``checkpoint.pt`` is ``{"step", "model", "optimizer"}``, and
 ``state.pt`` of an export holds the same and more. ``journal.json`` beside checkpoint.pt is ``{"schema":1,
-"step", "checkpoint_sha256", "recipe", "world_size", "steps"}``.
+"step", "checkpoint_sha256", "recipe", "world_size", "steps"}``. What is reported with a commit is in Ray's record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from trainer.hashing import model_sha256, momentum_sha256
-from trainer.inspection.checklist import Failed
+from trainer.inspection.checklist import Failed, compare, fields
 from trainer.inspection.manifest import file_sha256
 from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Root, Unanswered, Unreadable, read_object
 from trainer.synthetic import build_model, build_optimizer, held_out_loss
@@ -33,6 +33,13 @@ class Damaged(Failed):
 
     def __init__(self, which: str, why: str) -> None:
         super().__init__([f"checkpoint damaged: {which}: {why}"])
+
+
+# The fields of what the regression writes, and of nothing else.
+STATE_FIELDS = ("step", "model", "optimizer")
+JOURNAL_FIELDS = ("schema", "step", "checkpoint_sha256", "recipe", "world_size", "steps")
+OPTIMIZER_FIELDS = ("state", "param_groups")
+MOMENTUM = "momentum_buffer"
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def read_commits(root: Root, train_name: str) -> tuple[Commit, ...]:
 
     Raises Failed where there is no sound record of any, Unreadable.
     """
-    path = f"train/{train_name}/{SNAPSHOT}"
+    path = record_path(train_name)
     snapshot = read_object(root, path)
     results, indices = snapshot.get("checkpoint_results"), snapshot.get("checkpoint_report_indices")
     if not isinstance(results, list) or not all(_is_result(result) for result in results):
@@ -70,6 +77,11 @@ def read_commits(root: Root, train_name: str) -> tuple[Commit, ...]:
     if not commits:
         raise Failed([f"{path} lists no checkpoint: nothing was committed"])
     return tuple(reversed(commits))
+
+
+def record_path(train_name: str) -> str:
+    """Where Ray Train's commit record lies below the root."""
+    return f"train/{train_name}/{SNAPSHOT}"
 
 
 def _is_result(result: Any) -> bool:
@@ -121,7 +133,10 @@ def _verify_archive(path: str, file: Path) -> None:
 
 
 def reload(path: str, content: Mapping[str, Any], recipe: Mapping[str, Any]) -> Reloaded:
-    """Load model and optimizer into real torch modules of the recipe. Raises Damaged."""
+    """Load model and optimizer into real torch modules of the recipe. Raises Damaged.
+
+    Beside them ``content`` may hold what is its file's own to check.
+    """
     step = _step_of(path, content)
     model = build_model(recipe)
     optimizer = build_optimizer(recipe, model)
@@ -137,10 +152,7 @@ def reload(path: str, content: Mapping[str, Any], recipe: Mapping[str, Any]) -> 
     for name, tensor in model.state_dict().items():
         if not bool(torch.isfinite(tensor).all()):
             raise Damaged(path, f"its parameter {name} is not finite")
-    group = optimizer.param_groups[0]
-    for name, key in (("learning_rate", "lr"), ("momentum", "momentum")):
-        if group[key] != float(recipe[name]):
-            raise Damaged(path, f"its optimizer's {name} is {group[key]!r}, the recipe's is {recipe[name]!r}")
+    _check_optimizer(path, content["optimizer"], build_optimizer(recipe, model).state_dict())
     return Reloaded(
         step,
         # Of what was stored, not of what loading it made of it: a cast would go unnoticed.
@@ -148,6 +160,19 @@ def reload(path: str, content: Mapping[str, Any], recipe: Mapping[str, Any]) -> 
         momentum_sha256(content["optimizer"]),
         held_out_loss(recipe, model),
     )
+
+
+def _check_optimizer(path: str, stored: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """The stored optimizer has every setting of the one ``made`` from the recipe, and nothing beside its momentum."""
+    problems = fields(f"{path}, optimizer", OPTIMIZER_FIELDS, stored)
+    for index, (group, wanted) in enumerate(zip(stored["param_groups"], made["param_groups"], strict=True)):
+        what = f"{path}, optimizer group {index}"
+        problems += fields(what, tuple(wanted), group) + compare(what, wanted, group)
+    for index, entry in stored["state"].items():
+        # Whether the momentum is there was looked at already; an optimizer that has none may keep None.
+        problems += fields(f"{path}, state of parameter {index}", (), {k: v for k, v in entry.items() if k != MOMENTUM})
+    if problems:
+        raise Failed([f"checkpoint damaged: {problem}" for problem in problems])
 
 
 def _step_of(path: str, content: Mapping[str, Any]) -> int:
@@ -178,7 +203,7 @@ def check_momentum(path: str, optimizer: Mapping[str, Any], parameters: list[tor
         raise Damaged(path, f"its momentum names parameter {', '.join(extra)}, which the optimizer does not know")
     for index in [index for group in groups if group["momentum"] for index in group["params"]]:
         entry = state.get(index)
-        buffer = entry.get("momentum_buffer") if isinstance(entry, dict) else None
+        buffer = entry.get(MOMENTUM) if isinstance(entry, dict) else None
         if not isinstance(buffer, torch.Tensor):
             raise Damaged(path, f"its momentum is incomplete: parameter {index} of {len(parameters)} has no buffer")
         if buffer.shape != parameters[index].shape or buffer.dtype != parameters[index].dtype:
@@ -224,19 +249,17 @@ def check_journal(root: Root, folder: str, step: int) -> dict[str, Any]:
     return document
 
 
-def check_reported(root: Root, folder: str, commit: Commit) -> bool:
-    """That a native checkpoint holds the model and momentum whose hashes were reported with it; False where the report
-    told none. Raises Damaged."""
+def check_reported(root: Root, folder: str, commit: Commit) -> None:
+    """A native checkpoint holds the model and momentum whose hashes were reported with it. Raises Damaged."""
     path = f"{folder}/{NATIVE_FILE}"
-    told = commit.metrics.get("model_sha256"), commit.metrics.get("momentum_sha256")
-    if not all(isinstance(each, str) for each in told):
-        return False
     content = load_archive(root, path)
+    if problems := fields(path, STATE_FIELDS, content):
+        raise Failed(problems)
+    told = commit.metrics.get("model_sha256"), commit.metrics.get("momentum_sha256")
     held = model_sha256(content["model"]), momentum_sha256(content["optimizer"])
     differing = [what for what, a, b in zip(("model", "momentum"), told, held, strict=True) if a != b]
     if differing:
         raise Damaged(path, f"its {' and its '.join(differing)} differ from what was reported at its commit")
-    return True
 
 
 def check_loads(root: Root, folder: str, native: bool) -> int | None:

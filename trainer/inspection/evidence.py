@@ -330,14 +330,16 @@ def check_versions(evidence: Evidence, pins: Mapping[str, Any] | None, device: A
 
 
 def check_distinct(evidence: Evidence, part: str, asked: bool) -> str:
-    """In every attempt each rank had its own ``device`` or ``host``, by fingerprint. Raises Failed."""
+    """In every attempt each rank had its own ``device`` or ``host``, by fingerprint; a CPU is known by its host's.
+    Raises Failed.
+    """
     if not asked:
         raise NotApplicable(f"distinct {part}s were not asked for ({distinct(evidence.last, part)} seen)")
     problems = []
     for attempt in evidence.attempts:
         ranks: dict[str, list[int]] = {}
         for rank, start in sorted(attempt.start.items()):
-            fingerprint = _part(start, part, "fingerprint")
+            fingerprint = _fingerprint(start, part)
             if not isinstance(fingerprint, str) or not fingerprint:
                 problems.append(f"attempt {attempt.number}, rank {rank} names no {part} fingerprint")
             else:
@@ -353,7 +355,15 @@ def check_distinct(evidence: Evidence, part: str, asked: bool) -> str:
 
 def distinct(attempt: Attempt, part: str) -> int:
     """How many different devices or hosts an attempt's ranks name."""
-    return len({repr(_part(start, part, "fingerprint")) for start in attempt.start.values()})
+    return len({repr(_fingerprint(start, part)) for start in attempt.start.values()})
+
+
+def _fingerprint(start: Mapping[str, Any], part: str) -> Any:
+    """Of a rank's device or host. Ranks of one machine share its processors, whatever Ray nodes they run on, so only
+    an accelerator has a fingerprint that counts beside its host's.
+    """
+    own = part == "host" or _part(start, "device", "type") == "cuda"
+    return _part(start, part if own else "host", "fingerprint")
 
 
 def _part(document: Mapping[str, Any], *keys: str) -> Any:

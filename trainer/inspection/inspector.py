@@ -25,9 +25,12 @@ from trainer.inspection.checkpoints import (
 )
 from trainer.inspection.lineage import Lineage
 from trainer.inspection.manifest import check_manifest
+from trainer.inspection.record import check_journals, check_record, check_sequence
 from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Root, Unreadable, UnusableInput, read_object
 
 EXPORTED = ("state.pt", "metrics.json", "metrics.rrd", "result.json")
+TRAINING = "-train"
+"""What the id of a run's own training ends in, after the run key."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,12 @@ class Question:
         return value
 
 
-def choose_submission(root: Root, asked: str | None) -> str:
-    """The submission to inspect: the one asked for, else the only export there. Raises UnusableInput."""
+def choose_submission(root: Root, asked: str | None) -> tuple[str, tuple[str, ...]]:
+    """The submission to inspect, and the exports that were passed over without being asked.
+
+    The one asked for, else the only export there, else the run's own training (``<run key>-train``): a run with
+    parity exports twice. Raises UnusableInput.
+    """
     try:
         exports = [entry.name for entry in root.entries("exports")]
     except Unreadable as error:
@@ -62,16 +69,18 @@ def choose_submission(root: Root, asked: str | None) -> str:
             raise UnusableInput(f"{asked!r} is no submission id")
         if exports and asked not in exports:
             raise UnusableInput(f"{root.location} holds no export of {asked}; there are: {', '.join(exports)}")
-        return asked
-    if len(exports) > 1:
-        raise UnusableInput(
-            f"{root.location} holds {len(exports)} exports; choose with --submission: {', '.join(exports)}"
-        )
+        return asked, ()
     if not exports:
         raise UnusableInput(
             f"{root.location} holds no exports/; give the run's root (it ends in the run key), or wait for the export"
         )
-    return exports[0]
+    own = [name for name in exports if name.endswith(TRAINING) and root.run_key in (None, name.removesuffix(TRAINING))]
+    choice = exports if len(exports) == 1 else own
+    if len(choice) != 1:
+        raise UnusableInput(
+            f"{root.location} holds {len(exports)} exports; choose with --submission: {', '.join(exports)}"
+        )
+    return choice[0], tuple(name for name in exports if name != choice[0])
 
 
 def inspect(root: Root, question: Question) -> Checklist:
@@ -117,9 +126,12 @@ class _Inspection:
         exported("recording", self._decoded_recording)
         self._check("result", self._check_result)
         exported("state.pt", self._check_state)
+        self._check("commit record", partial(check_record, self._root, self._train_name))
+        exported("commits in order", self._commits_in_order)
         self._check("commit", self._check_commit)
         self._check("checkpoint", self._check_checkpoint)
         self._check("kept commits", self._check_kept)
+        exported("kept journals", self._kept_journals)
         exported("checkpoint journal", self._checkpoint_journal)
         exported("held-out loss", self._held_out)
         self._figures()
@@ -165,7 +177,7 @@ class _Inspection:
         """The names that every document of this run must carry."""
         run = {"submission_id": self._question.submission, "train_name": self._train_name}
         # A local copy's place says nothing; the export's own name does.
-        named = self._question.submission.removesuffix("-train")
+        named = self._question.submission.removesuffix(TRAINING)
         run_key = (
             self._question.ordered("run_key")
             or self._root.run_key
@@ -217,7 +229,7 @@ class _Inspection:
     def _identity(self) -> str:
         metrics = self._metrics.own()
         problems = compare("metrics.json", {"workload": "regression"}, metrics)
-        problems += res.check_identity(metrics, "metrics.json", self._run())
+        problems += res.check_identity(metrics, "metrics.json", self._run()) + journal.unknown_fields(metrics)
         require(problems)
         return f"of {', '.join(str(value) for value in self._run().values())}"
 
@@ -320,23 +332,30 @@ class _Inspection:
         return res.check_same_state(f"{folder}/{NATIVE_FILE}", checkpoint, self._state.get())
 
     def _check_kept(self) -> str:
-        """Every commit that is still there loads, and holds the state that was reported with it."""
+        """Every commit loads, and holds the state that was reported with it."""
         problems: list[str] = []
-        commits: tuple[Commit, ...] = self._commits.get()
-        kept = [commit for commit in commits if self._root.entries(f"train/{self._train_name}/{commit.name}")]
-        compared = 0
-        for commit in kept:
+        commits = self._kept()
+        native = self._kind == "regression"
+        for commit in commits:
             folder = f"train/{self._train_name}/{commit.name}"
             try:
-                check_loads(self._root, folder, native=self._kind == "regression")
-                if self._kind == "regression":
-                    told = check_reported(self._root, folder, commit)
-                    compared += told
+                check_loads(self._root, folder, native)
+                if native:
+                    check_reported(self._root, folder, commit)
             except Failed as failed:
                 problems += failed.problems
         require(problems)
-        said = f"{len(kept)} load"
-        return said + (f", {compared} equal by hash to what was reported" if compared else "")
+        return f"{len(commits)} load" + (", equal by hash to what was reported" if native else "")
+
+    def _kept(self) -> list[Commit]:
+        """The commits of which something is in storage; that nothing is, is the commit record's to say."""
+        return [each for each in self._commits.get() if self._root.entries(f"train/{self._train_name}/{each.name}")]
+
+    def _commits_in_order(self) -> str:
+        return check_sequence(self._commits.get(), self._attempts().attempts, journal.recipe_of(self._metrics.get()))
+
+    def _kept_journals(self) -> str:
+        return check_journals(self._root, self._train_name, self._kept(), self._metrics.get())
 
     def _checkpoint_journal(self) -> str:
         folder, metrics = self._checkpoint_folder(), self._metrics.get()

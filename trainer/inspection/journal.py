@@ -13,10 +13,31 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from trainer.inspection.checklist import Failed, require
+from trainer.inspection.checklist import Failed, fields, require
 from trainer.inspection.storage import number
 
 SCALARS = ("loss", "gradient_norm", "parameter_change", "learning_rate", "samples_per_second")
+DETERMINED = SCALARS[:4]
+"""What the recipe determines; how long a step took it does not."""
+SAME_STEP = 1e-6
+"""Two makings of one step agree to this, also where the second was made on another kind of processor."""
+
+FIELDS = ("schema", "run", "workload", "recipe", "world_size", "device", "steps", "attempts", "held_out")
+RUN_FIELDS = ("run_key", "submission_id", "train_name")
+RECIPE_FIELDS = (
+    "steps",
+    "samples_per_rank",
+    "checkpoint_interval",
+    "learning_rate",
+    "momentum",
+    "features",
+    "batch_size",
+    "seed",
+)
+ROW_FIELDS = ("step", *SCALARS, "attempt")
+ATTEMPT_FIELDS = ("attempt", "restored_step", "ranks")
+HELD_OUT_FIELDS = ("initial_loss", "final_loss")
+ROW_KEYS = frozenset(ROW_FIELDS)
 
 # Bounds on what the inspector will compute for a recipe it has only read: far above any real one.
 COUNTS = {
@@ -55,6 +76,41 @@ def rows_of(metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         return []
     return [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+
+
+def unknown_fields(metrics: Mapping[str, Any]) -> list[str]:
+    """A problem for each field that metrics.json has beyond its own, or lacks, at any depth."""
+    problems = fields("metrics.json", FIELDS, metrics)
+    parts = {"run": RUN_FIELDS, "recipe": RECIPE_FIELDS, "held_out": HELD_OUT_FIELDS}
+    for name, known in parts.items():
+        if isinstance(part := metrics.get(name), dict):
+            problems += fields(f"metrics.json, {name}", known, part)
+    for row in rows_of(metrics):
+        if row.keys() != ROW_KEYS:
+            problems += fields(f"metrics.json, step {row['step']}", ROW_FIELDS, row)
+    listed = metrics.get("attempts")
+    for attempt in listed if isinstance(listed, list) else ():
+        if isinstance(attempt, dict):
+            problems += fields(f"metrics.json, attempt {attempt.get('attempt')}", ATTEMPT_FIELDS, attempt)
+    return problems
+
+
+def differing(kept: Iterable[Mapping[str, Any]], exported: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The steps whose row in a commit's journal is not the ``exported`` one.
+
+    A step that a later attempt made again took another time then; what the recipe determines is the same.
+    """
+    return [row["step"] for row in kept if not _same_row(row, exported.get(row["step"], {}))]
+
+
+def _same_row(kept: Mapping[str, Any], exported: Mapping[str, Any]) -> bool:
+    if kept == exported:
+        return True
+    made, again = (row.get("attempt") for row in (kept, exported))
+    if not (type(made) is int and type(again) is int and 0 < made < again) or kept.keys() != exported.keys():
+        return False
+    values = ((number(kept[name]), number(exported[name])) for name in DETERMINED)
+    return all(a is not None and b is not None and math.isclose(a, b, rel_tol=SAME_STEP) for a, b in values)
 
 
 def check_steps(metrics: Mapping[str, Any]) -> str:

@@ -9,12 +9,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.inspection.checklist import Failed, compare, require
-from trainer.inspection.checkpoints import Reloaded
+from trainer.inspection.checklist import Failed, compare, fields, require
+from trainer.inspection.checkpoints import STATE_FIELDS, Reloaded
 from trainer.inspection.evidence import Attempt
-from trainer.inspection.journal import recipe_of, rows_of
+from trainer.inspection.journal import RUN_FIELDS, recipe_of, rows_of
 from trainer.inspection.storage import number
 from trainer.synthetic import build_model, held_out_loss
+
+RESULT_FIELDS = (
+    "schema",
+    "status",
+    "run",
+    "final_step",
+    "final_loss",
+    "held_out_loss",
+    "parameters_sha256",
+    "momentum_sha256",
+    "checkpoint",
+    "ranks_final",
+    "versions",
+)
+"""Of the regression's result.json; a script's may say more."""
+EXPORTED_STATE_FIELDS = ("schema", *STATE_FIELDS, "run")
 
 CHECKPOINT = re.compile(r"train/([A-Za-z0-9_-]{1,64})/(checkpoint_[A-Za-z0-9._-]{1,200})")
 
@@ -46,6 +62,7 @@ def check_result(
     problems = compare("result.json", {"status": "succeeded"}, result)
     problems += check_identity(result, "result.json", run)
     if metrics is not None:
+        problems += fields("result.json", RESULT_FIELDS, result)
         rows = rows_of(metrics)
         held_out = metrics.get("held_out")
         expected = {
@@ -82,7 +99,9 @@ def check_state(
 
     Raises Failed.
     """
-    problems = check_identity(content, "state.pt", run)
+    problems = fields("state.pt", EXPORTED_STATE_FIELDS, content)
+    problems += compare("state.pt", {"schema": 1}, content) + check_identity(content, "state.pt", run)
+    problems += fields("state.pt, run", RUN_FIELDS, content["run"] if isinstance(content.get("run"), dict) else {})
     claims = {"final_step": "step", "parameters_sha256": "model_sha256", "momentum_sha256": "momentum_sha256"}
     for claim, attribute in claims.items():
         found = getattr(reloaded, attribute)

@@ -45,14 +45,13 @@ class Rank:
     def start(self) -> None:
         """Say who starts where and from what."""
         me = machine.this_process()
-        node = hashlib.sha256(self.told["node_id"].encode()).hexdigest()
         self.record(
             "start",
             train_name=self.order["train_name"],
             submission_id=self.order["submission_id"],
             world_size=self.order["world_size"],
             local_rank=0,
-            device={"type": "cpu", "name": "CPU", "fingerprint": node},
+            device={"type": "cpu", "name": "CPU", "fingerprint": machine.host_fingerprint()},
             ray={"node_id": self.told["node_id"], "address": self.told["address"]},
             restored_step=self.started,
             restored_from=self.told["restored_from"],
