@@ -21,7 +21,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from tests.chaos.judging import BUCKET, Ended, Left, judge
 from tests.chaos.lane import Lane
 from tests.chaos.runs import PACES, run_json
-from tests.chaos.scenarios import ACTIONS, NOBODY, TRAINING, WITHSTOOD, Scenario
+from tests.chaos.scenarios import ACTIONS, CLUSTER, NOBODY, TRAINING, WITHSTOOD, Scenario
 from tests.chaos.striking import NoVictim, Striker
 from tests.integration.census import Census
 from workflows.names import custody_id, run_key
@@ -168,6 +168,8 @@ class _One:
             first = "victim"  # else the strike would be on the worker that is the ending
         if scenario.where == TRAINING:
             await asyncio.sleep(self.chances.random())
+        if scenario.victim in CLUSTER:
+            await striker.aim(scenario.victim)
         if acts and first == "ending":
             await self._act()
         if scenario.victim == NOBODY:

@@ -29,6 +29,7 @@ class Striker:
     def __init__(self, lane: Lane, census: Census, key: str, chances: random.Random) -> None:
         self._lane, self._census, self._key, self._chances = lane, census, key, chances
         self._down_s = DOWN_S[lane.which]
+        self._aimed: Proc | None = None
 
     async def prepare(self, victim: str) -> None:
         """What has to be there before the run starts."""
@@ -59,7 +60,7 @@ class Striker:
             case "nobody":
                 pass
             case _:
-                await self._strike_cluster(victim)
+                await asyncio.to_thread(self._strike_cluster)
 
     async def mend(self, victim: str) -> None:
         """Put things right again, when the time has come."""
@@ -118,18 +119,27 @@ class Striker:
         if not lane.alive("worker"):
             await lane.start_worker()
 
-    async def _strike_cluster(self, victim: str) -> None:
+    async def aim(self, victim: str) -> None:
+        """Choose which process of the cluster it will be. Raises NoVictim."""
         ends = asyncio.get_running_loop().time() + FOUND_WITHIN_S
         while not (found := await asyncio.to_thread(self._find, victim)):
             if asyncio.get_running_loop().time() > ends:
                 raise NoVictim(f"no {victim} to be found")
             await asyncio.sleep(0.2)
-        struck = self._chances.choice(sorted(found, key=lambda each: each.pid))
-        handle = os.pidfd_open(struck.pid)
+        self._aimed = self._chances.choice(sorted(found, key=lambda each: each.pid))
+
+    def _strike_cluster(self) -> None:
+        """Kill the one that was aimed at. The ending may have been first, and release faster than this."""
+        assert self._aimed is not None
         try:
-            if not any(each.who == struck.who for each in self._census.living()):
-                raise NoVictim(f"the {victim} was gone before it was struck")
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            handle = os.pidfd_open(self._aimed.pid)
+        except ProcessLookupError:
+            return
+        try:
+            if any(each.who == self._aimed.who for each in self._census.living()):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            return
         finally:
             os.close(handle)
 
