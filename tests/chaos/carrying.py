@@ -164,6 +164,8 @@ class _One:
         scenario = self.scenario
         acts = scenario.ending in ACTIONS and not scenario.acts_early
         first = self.chances.choice(("ending", "victim")) if scenario.victim != NOBODY else "ending"
+        if scenario.victim in CLUSTER and scenario.ending == "cancel twice":
+            first = "victim"  # between the two cancels release ends what is to be struck
         if scenario.victim == "worker" and scenario.ending in BREAKS_THE_WORKER:
             first = "victim"  # else the strike would be on the worker that is the ending
         if scenario.where == TRAINING:

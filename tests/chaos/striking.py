@@ -129,17 +129,17 @@ class Striker:
         self._aimed = self._chances.choice(sorted(found, key=lambda each: each.pid))
 
     def _strike_cluster(self) -> None:
-        """Kill the one that was aimed at. The ending may have been first, and release faster than this."""
+        """Kill the one that was aimed at. Raises NoVictim when it is gone: what was not struck proves nothing."""
         assert self._aimed is not None
+        gone = NoVictim(f"process {self._aimed.pid} was gone before it was struck")
         try:
             handle = os.pidfd_open(self._aimed.pid)
         except ProcessLookupError:
-            return
+            raise gone from None
         try:
-            if any(each.who == self._aimed.who for each in self._census.living()):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+            if not any(each.who == self._aimed.who for each in self._census.living()):
+                raise gone
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
             os.close(handle)
 
