@@ -81,7 +81,7 @@ trainer-test:
 
 application: operator ## build the application's environment (shared by every checkout of this user)
 	@echo 'application environment: verifying, or building it (the first time takes minutes)'
-	@$(BIN)/python -m trainer.environment ensure
+	@$(BIN)/python -m trainer.environment ensure --device cpu
 
 lock: ## resolve both operator lock files again
 	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; $(PYTHON) -m venv "$$place"; \

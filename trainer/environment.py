@@ -92,9 +92,12 @@ def ensure(
     *,
     requirements: Path = REQUIREMENTS,
     rebuild: bool = False,
+    device: str = "",
     say: Say = lambda line: None,
 ) -> Path:
     """Verify the environment, building it first if it is not there (or ``rebuild``); return its directory.
+
+    With a ``device`` (`cpu` or `cuda`) the wrong build of torch is refused, before it is downloaded where it can be.
 
     Two builders do not collide: the second waits for the first, at most half an hour. Raises EnvironmentBroken, or
     NotPrivate when others can write where it lies. A complete environment that fails verification is *not* rebuilt
@@ -102,20 +105,18 @@ def ensure(
     """
     target = path(root, requirements)
     _make_root(target.parent)
-    if not rebuild and (target / RECORD).exists():
-        verify(root, requirements=requirements)
-        return target
-    with _locked(target, say):
-        complete = (target / RECORD).exists()
-        if complete and not rebuild:
-            # The build that was waited for.
-            verify(root, requirements=requirements)
-            return target
-        if os.path.lexists(target):
-            say("removing " + ("the environment" if complete else "an unfinished build"))
-            _remove(target)
-        _build(target, requirements, say)
-    verify(root, requirements=requirements)
+    if rebuild or not (target / RECORD).exists():
+        with _locked(target, say):
+            complete = (target / RECORD).exists()
+            # One that is complete now is the build that was waited for.
+            if rebuild or not complete:
+                if os.path.lexists(target):
+                    say("removing " + ("the environment" if complete else "an unfinished build"))
+                    _remove(target)
+                _build(target, requirements, device, say)
+    record = verify(root, requirements=requirements)
+    if device:
+        check_device(record, device)
     return target
 
 
@@ -159,7 +160,7 @@ def check_device(record: dict[str, Any], device: str) -> None:
     if device == "cpu" and local != "cpu":
         raise EnvironmentBroken(
             f"torch is {build}, a CPU profile runs on +cpu: set PIP_EXTRA_INDEX_URL to PyTorch's index of "
-            "CPU wheels (its Get Started page names it), then python -m trainer.environment ensure --rebuild"
+            "CPU wheels (its Get Started page names it), then .venv/bin/python -m trainer.environment ensure --rebuild"
         )
     if device == "cuda" and not local.startswith("cu"):
         raise EnvironmentBroken(
@@ -219,7 +220,7 @@ def _locked(target: Path, say: Say) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _build(target: Path, requirements: Path, say: Say) -> None:
+def _build(target: Path, requirements: Path, device: str, say: Say) -> None:
     began = time.monotonic()
     os.mkdir(target, 0o700)
     python = str(interpreter(target))
@@ -228,6 +229,8 @@ def _build(target: Path, requirements: Path, say: Say) -> None:
     before = os.umask(0o022)
     try:
         _run([sys.executable, "-m", "venv", str(target)], target, say)
+        if device:
+            _check_offer(python, pins(requirements), device)
         say(f"installing {len(pins(requirements))} pinned distributions (about 2 GB; minutes, mostly download)")
         _run(
             [python, "-m", "pip", "install", "--no-input", "--progress-bar", "off", "-r", str(requirements)],
@@ -255,6 +258,20 @@ def _build(target: Path, requirements: Path, say: Say) -> None:
     write_private_file(_seal_of(target), _seal(manifest_bytes, files))
     write_private_file(target / RECORD, json.dumps(record, indent=1, sort_keys=True).encode())
     say(f"built in {record['built_s']} s: torch {found['torch']}, ray {found['versions'].get('ray')}")
+
+
+def _check_offer(python: str, wanted: dict[str, str], device: str) -> None:
+    """Refuse the wrong build of torch by what pip would fetch: it is several GB. A build without a local version is the
+    CUDA one. Where pip cannot say, installing says why."""
+    if "torch" not in wanted:
+        return
+    asked = [python, "-m", "pip", "install", "--no-input", "--quiet", "--dry-run", "--no-deps", "--report", "-"]
+    answer = subprocess.run([*asked, f"torch=={wanted['torch']}"], capture_output=True, text=True)
+    try:
+        version = json.loads(answer.stdout)["install"][0]["metadata"]["version"]
+    except (ValueError, LookupError, TypeError):
+        return
+    check_device({"torch": version if "+" in version else f"{version}+cu"}, device)
 
 
 def _run(command: list[str], target: Path, say: Say) -> None:
@@ -438,6 +455,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("ensure", "verify", "path"))
     parser.add_argument("--root", type=Path, default=None, help="where environments lie")
     parser.add_argument("--rebuild", action="store_true", help="with ensure: throw the environment away first")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="", help="with ensure: refuse a build of torch for another"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.action == "path":
@@ -446,7 +466,13 @@ def main(arguments: list[str] | None = None) -> int:
             record = verify(options.root)
             print(f"{path(options.root)}: unchanged since it was built (torch {record['torch']})")
         else:
-            print(ensure(options.root, rebuild=options.rebuild, say=lambda line: print(line, flush=True)))
+            told = ensure(
+                options.root,
+                rebuild=options.rebuild,
+                device=options.device,
+                say=lambda line: print(line, flush=True),
+            )
+            print(told)
     except (EnvironmentBroken, NotPrivate) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

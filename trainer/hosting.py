@@ -197,9 +197,10 @@ def prepare(order: Order) -> Path:
     state.write("preparing")
     try:
         root = Path(order["environments"]) if order["environments"] else None
-        target = environment.ensure(root, say=lambda line: print(line, file=sys.stderr, flush=True))
+        target = environment.ensure(
+            root, device=order["device"], say=lambda line: print(line, file=sys.stderr, flush=True)
+        )
         record = json.loads((target / environment.RECORD).read_bytes())
-        environment.check_device(record, order["device"])
     except (environment.EnvironmentBroken, NotPrivate, OSError) as error:
         state.write("failed", "environment", str(error))
         raise Ended("environment", str(error), failed=True) from error

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -285,6 +286,45 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path, lock: Path) -> None:
     target.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(NotPrivate, match="not a directory"):
         environment.ensure(tmp_path, requirements=lock)
+
+
+def offer(folder: Path, version: str) -> None:
+    """A wheel of torch in small, for `pip install --find-links`."""
+    info = f"torch-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch/version.py", f"__version__ = '{version}'\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize(
+    ("offered", "device", "fits"),
+    [
+        ("2.13.0+cpu", "cpu", True),
+        ("2.13.0", "cpu", False),
+        ("2.13.0+cpu", "cuda", False),
+        ("2.13.0+cu130", "cuda", True),
+    ],
+)
+def test_the_wrong_torch_build_is_refused_before_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: str, device: str, fits: bool
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    offer(tmp_path, offered)
+    lock = tmp_path / "requirements.txt"
+    lock.write_text("torch==2.13.0\n")
+    said: list[str] = []
+    if fits:
+        environment.ensure(tmp_path / "root", requirements=lock, device=device, say=said.append)
+    else:
+        with pytest.raises(EnvironmentBroken, match=r"torch is 2\.13\.0"):
+            environment.ensure(tmp_path / "root", requirements=lock, device=device, say=said.append)
+    assert any(line.startswith("Successfully") for line in said) == fits
 
 
 @pytest.mark.parametrize(
