@@ -26,6 +26,7 @@ from workflows.policy import poll_s
 
 STATUS_EVERY_S: Final = 2.0
 """How often the job's native status is asked for."""
+UNKNOWN: Final = "what became of the hosts is unknown"
 ALL_UP: Final = "every host says that it is up"
 LOST_AFTER_S: Final = 60.0
 """The Jobs API silent for this long is lost: a busy head answers well within it, a dead one never."""
@@ -95,9 +96,11 @@ class Checkpoints:
                 return result.model_copy(update={"diagnosis": await self._what_became_of_the_hosts(order.job.hosts)})
             if result.end in ("failed", "stalled"):
                 word = await self._what_became_of_the_hosts(order.job.hosts)
-                if word != ALL_UP:
-                    # A host that died is the cause; what Ray says of it is only that nodes are missing.
+                if word.startswith(UNKNOWN):
                     return result.model_copy(update={"message": "; ".join(x for x in (word, result.message) if x)})
+                if word != ALL_UP:
+                    # A host that died is the cause; what Ray says of it at length is only that a node is missing.
+                    return result.model_copy(update={"message": word})
             return result
 
     async def _what_became_of_the_hosts(self, hosts: HostsOrder) -> str:
@@ -108,7 +111,7 @@ class Checkpoints:
             return str(error)
         except Exception as error:
             # Whatever is wrong with the question, that the job is lost is to be told.
-            return f"what became of the hosts is unknown ({error})"
+            return f"{UNKNOWN} ({error})"
         return ALL_UP
 
 

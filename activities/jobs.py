@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 import io
 import json
+import os
 import zipfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import httpx
 
@@ -87,16 +88,8 @@ def package(trees: dict[str, Path]) -> Package:
     for inside, root in trees.items():
         if not root.is_dir():
             raise ValueError(f"the working directory {root.absolute()} does not exist or is no directory")
-        for path in sorted(root.rglob("*")):
+        for path in _plain_files(root):
             parts = path.relative_to(root).parts
-            if any(part in _SKIP or part.endswith(".pyc") for part in parts):
-                continue
-            if path.is_symlink():
-                raise ValueError(f"{path} is a link; source is delivered as plain files")
-            if path.is_dir():
-                continue
-            if not path.is_file():
-                raise ValueError(f"{path} is no plain file; keep pipes, sockets and devices elsewhere")
             name = "/".join((inside, *parts)) if inside else "/".join(parts)
             if parts[0] == DELIVERED and not inside:
                 raise ValueError(f"{path} is in the way of {DELIVERED}/, which every job brings along; rename yours")
@@ -114,6 +107,28 @@ def package(trees: dict[str, Path]) -> Package:
             archive.writestr(entry, files[name].read_bytes())
     digest = hashlib.sha256(packed.getvalue()).hexdigest()[:32]
     return Package(f"gcs://_ray_pkg_{digest}.zip", packed.getvalue())
+
+
+def _plain_files(root: Path) -> Iterator[Path]:
+    """Every file below that is source, folder by folder: the first fault is told before the rest is looked at. Raises
+    ValueError."""
+
+    def unreadable(error: OSError) -> NoReturn:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        folders[:] = sorted(name for name in folders if _is_source(name))
+        for path in (Path(folder, name) for name in (*folders, *sorted(filter(_is_source, names)))):
+            if path.is_symlink():
+                raise ValueError(f"{path} is a link; source is delivered as plain files")
+            if path.is_file():
+                yield path
+            elif not path.is_dir():
+                raise ValueError(f"{path} is no plain file; keep pipes, sockets and devices elsewhere")
+
+
+def _is_source(name: str) -> bool:
+    return name not in _SKIP and not name.endswith(".pyc")
 
 
 class Jobs:

@@ -411,9 +411,11 @@ class LocalHosts:
         if state["state"] in ("ended", "failed", "ending"):
             how = "is ending" if state["state"] == "ending" else f"has {state['state']}"
             raise HostsFailed(f"host {index} {how} ({state['reason']}): {state['detail']}")
+        # One that was ready has nothing to say of its end; one that was not may have said what was in its way.
+        said = "" if state["state"] == "ready" else f". {self._log_tail(order, index)}"
         raise HostsFailed(
             f"host {index} is dead without a word, last {state['state']}: killed from outside, or the machine was "
-            f"restarted. {self._log_tail(order, index)}"
+            f"restarted{said}"
         )
 
     def _coming(self, order: HostsOrder, index: int) -> bool:

@@ -339,6 +339,30 @@ async def test_a_loss_comes_with_the_hosts_own_word(url: str, api: JobsApi, erro
     assert (result.end, result.diagnosis) == ("lost", told)
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (None, "ray.train.ControllerError: no node can place it"),
+        (HostsFailed("host 1 is dead"), "host 1 is dead"),
+        (
+            RuntimeError("a bug"),
+            "what became of the hosts is unknown (a bug); ray.train.ControllerError: no node can place it",
+        ),
+    ],
+)
+async def test_a_failure_by_a_dead_host_is_told_by_the_host_alone(
+    url: str, api: JobsApi, error: Exception | None, told: str
+) -> None:
+    """What Ray says of it is long, and only that a node is missing."""
+    api.add(ID, "FAILED")
+    api.logs[ID] = "ray.train.ControllerError: no node can place it"
+    hosts = HostsStandIn(url)
+    if error:
+        hosts.failing["prove"] = error
+    result = await Watching(Objects(), url, order(8), hosts=hosts).result()
+    assert (result.end, result.message) == ("failed", told)
+
+
 async def test_a_refused_token_is_not_silence(url: str, api: JobsApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "LOST_AFTER_S", 0.0)
     api.instead[f"/api/jobs/{ID}"] = lambda: web.Response(status=401)

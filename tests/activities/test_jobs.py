@@ -61,6 +61,30 @@ def test_links_are_refused_by_name(tmp_path: Path, target: str) -> None:
         package({"": tmp_path})
 
 
+def test_what_is_no_source_is_not_even_looked_at(tmp_path: Path) -> None:
+    """A checkout brings its environment along: tens of thousands of files, links among them."""
+    source(tmp_path, **{"train.py": "", ".venv__bin__python": "", "pkg__c.pyc": ""})
+    (tmp_path / ".venv/bin/python3").symlink_to("python")
+    assert names(package({"": tmp_path})) == ["train.py"]
+
+
+def test_the_first_fault_is_told_before_the_rest_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory of `/`, say."""
+    source(tmp_path, **{"z__deep__train.py": ""})
+    (tmp_path / "bin").symlink_to("z")
+    looked: list[str] = []
+    listed = os.scandir
+
+    def look(path: str) -> Any:
+        looked.append(str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    with pytest.raises(ValueError, match="bin is a link"):
+        package({"": tmp_path})
+    assert looked == [str(tmp_path)]
+
+
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is no plain file"):
