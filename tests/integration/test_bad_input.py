@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tests.integration.census import Census
 from tests.integration.refusing_s3 import refusing_writes
 from tests.integration.runs import INTERVAL, PREFIX, STEPS, regression, script
 from tests.integration.stack import BUCKET, CHECKOUT, Stack, Started
+from tests.wheels import offer, only_offered
+from trainer import environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -223,14 +226,32 @@ SETTINGS: dict[str, tuple[dict[str, str | None], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_bad_settings_of_a_worker_are_refused_before_anything_exists(name: str, stack: Stack, census: Census) -> None:
     """Another worker, whose environment is wrong, in a namespace of its own (where no search attribute is known)."""
-    environment, says = SETTINGS[name]
-    with stack.another_worker(name, **environment):
+    changed, says = SETTINGS[name]
+    with stack.another_worker(name, **changed):
         before = look(stack, census)
         message = refused(stack, census, stack.begin(name, GOOD, namespace=name), before)
         assert not [part for part in says if part not in message], message
-        for value in environment.values():
+        for value in changed.values():
             if value and name != "unreachable-endpoint":
                 assert value not in message
+
+
+def test_the_wrong_torch_build_for_the_profile_is_refused(
+    stack: Stack, census: Census, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose application environment is complete and has PyTorch's CUDA build; its wheels are small ones."""
+    tmp_path.chmod(0o700)
+    pins = environment.pins()
+    for name, version in pins.items():
+        offer(tmp_path, name, f"{version}+cu130" if name == "torch" else version)
+    with monkeypatch.context() as patch:
+        only_offered(tmp_path, patch)
+        environment.ensure(tmp_path / "environments", device="cuda")
+    with stack.another_worker("wrong-torch", LANYARD_ENVIRONMENTS=str(tmp_path / "environments")):
+        before = look(stack, census)
+        message = refused(stack, census, stack.begin("wrong-torch", GOOD, namespace="wrong-torch"), before)
+    assert f"torch is {pins['torch']}+cu130, a CPU profile runs on +cpu" in message
+    assert "ensure --rebuild" in message
 
 
 def test_a_prefix_that_can_be_listed_but_not_written_is_refused(stack: Stack, census: Census) -> None:

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.wheels import offer, only_offered
 from trainer import environment
 from trainer.environment import EnvironmentBroken
 from trainer.private import NotPrivate
@@ -288,16 +288,6 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path, lock: Path) -> None:
         environment.ensure(tmp_path, requirements=lock)
 
 
-def offer(folder: Path, version: str) -> None:
-    """A wheel of torch in small, for `pip install --find-links`."""
-    info = f"torch-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("torch/version.py", f"__version__ = '{version}'\n")
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
-
-
 @pytest.mark.parametrize(
     ("offered", "device", "fits"),
     [
@@ -310,12 +300,8 @@ def offer(folder: Path, version: str) -> None:
 def test_the_wrong_torch_build_is_refused_before_it_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: str, device: str, fits: bool
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    offer(tmp_path, offered)
+    only_offered(tmp_path, monkeypatch)
+    offer(tmp_path, "torch", offered)
     lock = tmp_path / "requirements.txt"
     lock.write_text("torch==2.13.0\n")
     said: list[str] = []
