@@ -234,6 +234,21 @@ def changes_kept_commit(run: SmallRun) -> None:
     run.resave(kept_commit(run), lambda content: content["model"]["weight"].add_(1e-3))
 
 
+def reshapes_kept_commit(run: SmallRun) -> None:
+    """Another model, and the record made to fit."""
+    held: dict[str, Any] = {}
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"] = {"weight": torch.zeros(3), "bias": torch.zeros(1)}
+        for entry, tensor in zip(content["optimizer"]["state"].values(), content["model"].values(), strict=True):
+            entry["momentum_buffer"] = torch.zeros_like(tensor)
+        held.update(content)
+
+    run.resave(kept_commit(run), change)
+    hashes = {"model_sha256": model_sha256(held["model"]), "momentum_sha256": momentum_sha256(held["optimizer"])}
+    reported(**hashes)(run)
+
+
 def truncates_kept_commit(run: SmallRun) -> None:
     place = kept_commit(run)
     place.write_bytes(place.read_bytes()[:-40])
@@ -722,6 +737,25 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "kept commits",
         "truncated",
     ),
+    (
+        "a kept optimizer's rate",
+        resaves(kept_commit, lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5)),
+        "kept commits",
+        "optimizer group 0: lr is 0.5, not 0.05",
+    ),
+    (
+        "a kept optimizer's other setting",
+        resaves(kept_commit, lambda content: content["optimizer"]["param_groups"][0].update(nesterov=True)),
+        "kept commits",
+        "optimizer group 0: nesterov is True, not False",
+    ),
+    (
+        "a tensor more in a kept optimizer",
+        resaves(kept_commit, lambda content: content["optimizer"]["state"][0].update(note=torch.zeros(3))),
+        "kept commits",
+        "state of parameter 0: 'note' is no field of it",
+    ),
+    ("a kept model's shape", reshapes_kept_commit, "kept commits", "its model does not fit the recipe"),
     (
         "checkpoint linked",
         links_checkpoint,

@@ -249,15 +249,23 @@ def check_journal(root: Root, folder: str, step: int) -> dict[str, Any]:
     return document
 
 
-def check_reported(root: Root, folder: str, commit: Commit) -> None:
-    """A native checkpoint holds the model and momentum whose hashes were reported with it. Raises Damaged."""
+def check_kept(root: Root, folder: str, commit: Commit, recipe: Mapping[str, Any]) -> None:
+    """A commit of the regression's is one of this recipe, and holds the model and momentum whose hashes were reported
+    with it.
+
+    Raises Failed.
+    """
     path = f"{folder}/{NATIVE_FILE}"
     content = load_archive(root, path)
     if problems := fields(path, STATE_FIELDS, content):
         raise Failed(problems)
-    told = commit.metrics.get("model_sha256"), commit.metrics.get("momentum_sha256")
-    held = model_sha256(content["model"]), momentum_sha256(content["optimizer"])
-    differing = [what for what, a, b in zip(("model", "momentum"), told, held, strict=True) if a != b]
+    held = reload(path, content, recipe)
+    check_journal(root, folder, held.step)
+    differing = [
+        what
+        for what in ("model", "momentum")
+        if commit.metrics.get(f"{what}_sha256") != getattr(held, f"{what}_sha256")
+    ]
     if differing:
         raise Damaged(path, f"its {' and its '.join(differing)} differ from what was reported at its commit")
 

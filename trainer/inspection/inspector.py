@@ -17,8 +17,8 @@ from trainer.inspection.checkpoints import (
     Commit,
     Reloaded,
     check_journal,
+    check_kept,
     check_loads,
-    check_reported,
     load_archive,
     read_commits,
     reload,
@@ -332,20 +332,21 @@ class _Inspection:
         return res.check_same_state(f"{folder}/{NATIVE_FILE}", checkpoint, self._state.get())
 
     def _check_kept(self) -> str:
-        """Every commit loads, and holds the state that was reported with it."""
+        """Every commit loads; one of the regression's into its recipe, and holds the state that was reported with it."""
         problems: list[str] = []
         commits = self._kept()
-        native = self._kind == "regression"
+        recipe = journal.recipe_of(self._metrics.get()) if self._kind == "regression" else None
         for commit in commits:
             folder = f"train/{self._train_name}/{commit.name}"
             try:
-                check_loads(self._root, folder, native)
-                if native:
-                    check_reported(self._root, folder, commit)
+                if recipe is None:
+                    check_loads(self._root, folder, native=False)
+                else:
+                    check_kept(self._root, folder, commit, recipe)
             except Failed as failed:
                 problems += failed.problems
         require(problems)
-        return f"{len(commits)} load" + (", equal by hash to what was reported" if native else "")
+        return f"{len(commits)} load" + (", equal by hash to what was reported" if recipe is not None else "")
 
     def _kept(self) -> list[Commit]:
         """The commits of which something is in storage; that nothing is, is the commit record's to say."""
