@@ -309,6 +309,7 @@ def train(root: Path) -> SmallRun:
     # The kill: attempt 1 takes two more steps after its last commit, and they are lost with its process.
     training.attempt(1, KILLED_AT + 2)
     training.finish(2, *training.attempt(2, RECIPE["steps"]))
+    (root / "owner.json").write_text(json.dumps({"schema": 1, "run_key": RUN_KEY}))
     return training.run
 
 

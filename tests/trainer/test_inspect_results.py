@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from operator import methodcaller
@@ -85,7 +86,7 @@ def test_sound_run_passes_every_check(run: SmallRun, tmp_path: Path, capsys: pyt
     assert [check["name"] for check in outcome["not_applicable"]] == ["distinct devices", "distinct hosts"]
     assert (outcome["figures"]["distinct_devices"], outcome["figures"]["distinct_hosts"]) == (1, 1)
     table = capsys.readouterr().out
-    assert "all 26 checks hold" in table
+    assert "all 27 checks hold" in table
     assert "FAILED" not in table
 
 
@@ -234,6 +235,35 @@ def changes_kept_commit(run: SmallRun) -> None:
     run.resave(kept_commit(run), lambda content: content["model"]["weight"].add_(1e-3))
 
 
+def reshapes_kept_commit(run: SmallRun) -> None:
+    """Another model, and the record made to fit."""
+    held: dict[str, Any] = {}
+
+    def change(content: dict[str, Any]) -> None:
+        content["model"] = {"weight": torch.zeros(3), "bias": torch.zeros(1)}
+        for entry, tensor in zip(content["optimizer"]["state"].values(), content["model"].values(), strict=True):
+            entry["momentum_buffer"] = torch.zeros_like(tensor)
+        held.update(content)
+
+    run.resave(kept_commit(run), change)
+    hashes = {"model_sha256": model_sha256(held["model"]), "momentum_sha256": momentum_sha256(held["optimizer"])}
+    reported(**hashes)(run)
+
+
+def packs(place: Callable[[SmallRun], Path], name: str) -> Tamper:
+    """Put a part more into an archive, which torch would pass over; its journal's checksum follows."""
+
+    def tamper(run: SmallRun) -> None:
+        with zipfile.ZipFile(place(run), "a") as archive:
+            archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/{name}", b"payload")
+        if place(run).name == "checkpoint.pt":
+            digest = hashlib.sha256(place(run).read_bytes()).hexdigest()
+            run.edit(place(run).with_name("journal.json"), methodcaller("update", {"checkpoint_sha256": digest}))
+        run.seal()
+
+    return tamper
+
+
 def truncates_kept_commit(run: SmallRun) -> None:
     place = kept_commit(run)
     place.write_bytes(place.read_bytes()[:-40])
@@ -306,6 +336,14 @@ def journal_of_kept(change: Callable[[dict[str, Any]], object]) -> Tamper:
 
 def deletes_kept_commit(run: SmallRun) -> None:
     shutil.rmtree(kept_commit(run).parent)
+
+
+def record_with(**values: Any) -> Tamper:
+    return snapshot(methodcaller("update", values))
+
+
+def put_beside(place: Callable[[SmallRun], Path]) -> Tamper:
+    return lambda run: place(run).with_name("note.bin").write_bytes(b"x")
 
 
 def reported(**values: Any) -> Tamper:
@@ -723,6 +761,25 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "truncated",
     ),
     (
+        "a kept optimizer's rate",
+        resaves(kept_commit, lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5)),
+        "kept commits",
+        "optimizer group 0: lr is 0.5, not 0.05",
+    ),
+    (
+        "a kept optimizer's other setting",
+        resaves(kept_commit, lambda content: content["optimizer"]["param_groups"][0].update(nesterov=True)),
+        "kept commits",
+        "optimizer group 0: nesterov is True, not False",
+    ),
+    (
+        "a tensor more in a kept optimizer",
+        resaves(kept_commit, lambda content: content["optimizer"]["state"][0].update(note=torch.zeros(3))),
+        "kept commits",
+        "state of parameter 0: 'note' is no field of it",
+    ),
+    ("a kept model's shape", reshapes_kept_commit, "kept commits", "its model does not fit the recipe"),
+    (
         "checkpoint linked",
         links_checkpoint,
         "checkpoint",
@@ -827,6 +884,86 @@ TAMPERED: list[tuple[str, Tamper, str, str]] = [
         "current_report_index is 3",
     ),
     # What no check would read.
+    (
+        "root of another run",
+        lambda run: run.edit(run.root / "owner.json", methodcaller("update", {"run_key": "other-0123456789"})),
+        "owner",
+        "run_key is 'other-0123456789', not",
+    ),
+    (
+        "step of a rank's claim",
+        result(lambda document: document["ranks_final"][0].update(step=3)),
+        "final state of ranks",
+        "result.json, rank 0: step is 3, not 24",
+    ),
+    *(
+        (f"a field more in {where} of the result", result(change), "result", f"{where}: 'note' is no field of it")
+        for where, change in (
+            ("rank 1", lambda document: document["ranks_final"][1].update(note="x")),
+            ("versions", lambda document: document["versions"].update(note="x")),
+        )
+    ),
+    ("another Ray's record", record_with(ray_version="9.9.9"), "commit record", "ray_version is '9.9.9', not '2.58.0'"),
+    ("a field more in the record", record_with(note="x"), "commit record", "'note' is no field of it"),
+    (
+        "a field more in a listed commit",
+        snapshot(lambda document: document["checkpoint_results"][1].update(note="x")),
+        "commit record",
+        f"{commit_name(8, 1)}: 'note' is no field of it",
+    ),
+    ("a commit awaits nothing", record_with(pending_training_results={"x": 1}), "commit record", "pending_training"),
+    (
+        "commits that there never were",
+        record_with(current_report_index=999),
+        "commit record",
+        "current_report_index is 999, which its commits do not lead up to",
+    ),
+    (
+        "commits that were never dropped",
+        record_with(checkpoint_report_indices=list(range(10, 16)), current_report_index=16),
+        "commit record",
+        "current_report_index is 16, which its commits do not lead up to",
+    ),
+    *(
+        (
+            f"a field more in {kind} evidence",
+            evidence(2, (0,), methodcaller("update", {"note": "x"}), kind),
+            check,
+            words,
+        )
+        for kind, check, words in (
+            ("first-step", "first steps", "attempt 2, rank 0, first-step: 'note' is no field of it"),
+            ("final", "final state of ranks", "attempt 2, rank 0, final: 'note' is no field of it"),
+        )
+    ),
+    *(
+        (f"time of {kind} evidence, {at}", evidence(2, (1,), methodcaller("update", {"at": at}), kind), check, words)
+        for kind, check in (("first-step", "first steps"), ("final", "final state of ranks"))
+        for at, words in (
+            ("1999-01-01T00:00:00Z", "before the attempt began"),
+            ("2026-11-30T12:00:00", "no time in UTC"),
+            ("today", "no time in UTC"),
+        )
+    ),
+    *(
+        (f"a file more in {what}", put_beside(place), "kept commits", "note.bin is no file of a commit")
+        for what, place in (("a kept commit", kept_commit), ("the last commit", native))
+    ),
+    *(
+        (f"{name} in {what}", packs(place, name), check, f"{name}, which torch does not read")
+        for what, place, check in (
+            ("a kept commit", kept_commit, "kept commits"),
+            ("the last commit", native, "checkpoint"),
+            ("state.pt", state, "state.pt"),
+        )
+        for name in ("data/note", "data/4")
+    ),
+    (
+        "a kept row of an attempt that never made it",
+        journal_of_kept(row(10, attempt=1, samples_per_second=1.0)),
+        "kept journals",
+        "step 10 is credited to attempt 1, not 2",
+    ),
     *(
         (f"a field more in {where}", metrics(change), "metrics.json", f"{where}: 'note' is no field of it")
         for where, change in EXTRA_METRICS
@@ -874,7 +1011,7 @@ def test_tampered_run_is_refused_by_name(run: SmallRun, tmp_path: Path, tamper: 
     assert check in found, found
     assert words in found[check], found[check]
     # Everything else was still tried.
-    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 28
+    assert len(outcome["checks"]) + len(outcome["not_applicable"]) == 29
     assert not [detail for detail in found.values() if detail.startswith("cannot be checked")], found
 
 
@@ -1033,19 +1170,34 @@ def test_upload_that_was_never_committed_is_no_fault(run: SmallRun, tmp_path: Pa
 
 def test_step_made_again_is_compared_in_what_the_recipe_determines(run: SmallRun, tmp_path: Path) -> None:
     """A commit that a later attempt could not load stays in the record, with another time for the steps after it."""
-    journal = kept_commit(run).with_name("journal.json")
-    place = run.root / "train" / "main" / "checkpoint_manager_snapshot.json"
-    before = journal.read_text(), place.read_text()
+    made_again = run.root / "train" / "main" / commit_name(12, 2)
+    first_made = made_again.with_name(commit_name(12, 1))
+    shutil.copytree(made_again, first_made)
+
+    def commits(document: dict[str, Any]) -> None:
+        results = document["checkpoint_results"]
+        results.insert(2, {**copy.deepcopy(results[2]), "checkpoint_dir_name": first_made.name})
+        results[2]["metrics"]["attempt"] = 1
+        document.update(checkpoint_report_indices=list(range(len(results))), current_report_index=len(results))
+
+    def by_attempt_one(document: dict[str, Any]) -> None:
+        for entry in document["steps"][KILLED_AT:]:
+            entry["attempt"] = 1
+
+    snapshot(commits)(run)
+    journal = first_made / "journal.json"
+    run.edit(journal, by_attempt_one)
+    before = journal.read_text()
 
     def again(**values: Any) -> dict[str, str]:
-        journal.write_text(before[0])
-        place.write_text(before[1])
-        run.edit(journal, lambda document: document["steps"][12].update(attempt=1, **values))
+        journal.write_text(before)
+        run.edit(journal, row(10, **values))
         return failures(inspected(run, tmp_path)[1])
 
     assert again(samples_per_second=1.0) == {}
     for changed in ({"loss": 9.0}, {"gradient_norm": 9.0}, {"parameter_change": 9.0}, {"learning_rate": 9.0}):
-        assert "differs from metrics.json in step 13" in again(**changed)["kept journals"]
+        assert "differs from metrics.json in step 10" in again(**changed)["kept journals"]
+    assert "step 10 is credited to attempt 2, not 1" in again(attempt=2)["kept journals"]
 
 
 def test_restored_checkpoint_that_is_no_longer_kept_is_said_not_refused(
@@ -1140,6 +1292,26 @@ def test_script_workload_is_asked_only_what_its_contract_promises(script: SmallR
         assert {"steps", "scalars", "learning", "recording", "held-out loss"} <= {
             check["name"] for check in outcome["not_applicable"]
         }
+
+
+def test_script_workload_may_say_more(script: SmallRun, tmp_path: Path) -> None:
+    """What the contract asks for must be there; what else a script or another Ray adds is their own affair."""
+    more = methodcaller("update", {"note": "x"})
+    for kind in ("first-step", "final"):
+        script.edit(script.evidence(2, 0, kind), more)
+    script.edit(
+        "result.json", lambda document: [more(part) for part in (document["versions"], *document["ranks_final"])]
+    )
+    script.seal()
+    record_with(note="x", ray_version="2.60.0", current_report_index=999)(script)
+    put_beside(kept_commit)(script)
+    packs(kept_commit, "data/note")(script)
+    assert failures(inspected(script, tmp_path, order=SCRIPT_ORDER)[1]) == {}
+
+
+def test_application_alone_leaves_no_owner(run: SmallRun, tmp_path: Path) -> None:
+    (run.root / "owner.json").unlink()
+    assert failures(inspected(run, tmp_path)[1]) == {}
 
 
 def test_script_workload_may_export_nothing(script: SmallRun, tmp_path: Path) -> None:

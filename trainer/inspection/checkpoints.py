@@ -8,7 +8,9 @@ never committed, whatever lies in storage. ``checkpoint.pt`` is ``{"step", "mode
 
 from __future__ import annotations
 
+import io
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +104,21 @@ def load_archive(root: Root, path: str) -> dict[str, Any]:
         raise Damaged(path, f"torch cannot load it: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict):
         raise Damaged(path, f"it holds {type(content).__name__} where a dictionary belongs")
+    if extra := _unread_parts(file, content):
+        raise Damaged(path, f"it holds {', '.join(extra)}, which torch does not read")
     return content
+
+
+def _unread_parts(file: Path, content: dict[str, Any]) -> list[str]:
+    """What the archive holds beyond what torch writes of its ``content``: loading it passes over them."""
+    written = io.BytesIO()
+    torch.save(content, written)
+    with zipfile.ZipFile(file) as stored, zipfile.ZipFile(written) as needed:
+        # Each name is below a folder, which is called as the file was when it was written.
+        extra = Counter(stored.namelist())
+        folder = stored.namelist()[0].partition("/")[0]
+        extra -= Counter(f"{folder}/{name.partition('/')[2]}" for name in needed.namelist())
+    return sorted(extra)
 
 
 def _fetch(root: Root, path: str) -> Path:
@@ -249,15 +265,24 @@ def check_journal(root: Root, folder: str, step: int) -> dict[str, Any]:
     return document
 
 
-def check_reported(root: Root, folder: str, commit: Commit) -> None:
-    """A native checkpoint holds the model and momentum whose hashes were reported with it. Raises Damaged."""
+def check_kept(root: Root, folder: str, commit: Commit, recipe: Mapping[str, Any]) -> None:
+    """A commit of the regression's is one of this recipe, and holds the model and momentum whose hashes were reported
+    with it.
+
+    Raises Failed.
+    """
     path = f"{folder}/{NATIVE_FILE}"
     content = load_archive(root, path)
-    if problems := fields(path, STATE_FIELDS, content):
+    problems = fields(path, STATE_FIELDS, content)
+    names = {entry.name for entry in root.entries(folder)}
+    problems += [f"{folder}/{name} is no file of a commit" for name in sorted(names - {NATIVE_FILE, JOURNAL_FILE})]
+    if problems:
         raise Failed(problems)
+    held = reload(path, content, recipe)
+    check_journal(root, folder, held.step)
     told = commit.metrics.get("model_sha256"), commit.metrics.get("momentum_sha256")
-    held = model_sha256(content["model"]), momentum_sha256(content["optimizer"])
-    differing = [what for what, a, b in zip(("model", "momentum"), told, held, strict=True) if a != b]
+    stored = held.model_sha256, held.momentum_sha256
+    differing = [what for what, a, b in zip(("model", "momentum"), told, stored, strict=True) if a != b]
     if differing:
         raise Damaged(path, f"its {' and its '.join(differing)} differ from what was reported at its commit")
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, Literal
 
-from trainer.inspection.checklist import Failed, NotApplicable, compare, require
+from trainer.inspection.checklist import Failed, NotApplicable, compare, fields, require
 from trainer.inspection.journal import rows_of, spans
 from trainer.inspection.storage import EVIDENCE_LIMIT, Root, read_object
 
 ATTEMPT = re.compile(r"attempt-(\d{3,6})")
 RANK = re.compile(r"rank-(0|[1-9]\d{0,5})\.(start|first-step|final)\.json")
+
+MARK_FIELDS = {
+    "first-step": ("schema", "attempt", "rank", "step", "at"),
+    "final": ("schema", "attempt", "rank", "step", "model_sha256", "momentum_sha256", "at"),
+}
+CLOCK_SET_BACK = timedelta(hours=1)
+"""A host's clock may be corrected while it trains, but not by more than this."""
 
 # SHA-256 of nothing: the momentum of an optimizer that has taken no step (trainer/hashing.py).
 NO_MOMENTUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -178,16 +186,17 @@ def _compare_ranks(what: str, attempt: Attempt, ranks: Any) -> list[str]:
 
 
 def _compare_credits(evidence: Evidence, metrics: Mapping[str, Any]) -> list[str]:
-    """A step's final value comes from the last attempt that began before it; 0 stands for an earlier
-    run's.
-    """
     problems = []
     for row in rows_of(metrics):
-        began = [attempt.number for attempt in evidence.attempts if attempt.restored_step < row["step"]]
-        credited = began[-1] if began else 0
-        if row.get("attempt") != credited:
-            problems.append(f"step {row['step']} is credited to attempt {row.get('attempt')!r}, not {credited}")
+        made = credited(evidence.attempts, row["step"])
+        if row.get("attempt") != made:
+            problems.append(f"step {row['step']} is credited to attempt {row.get('attempt')!r}, not {made}")
     return problems
+
+
+def credited(attempts: Sequence[Attempt], step: int) -> int:
+    """The attempt that made a step last: the last of ``attempts`` to begin before it; 0 stands for an earlier run's."""
+    return next((attempt.number for attempt in reversed(attempts) if attempt.restored_step < step), 0)
 
 
 def check_restored(evidence: Evidence, resumed: bool | None, momentum: bool | None) -> str:
@@ -243,13 +252,13 @@ def check_first_steps(evidence: Evidence, metrics: Mapping[str, Any] | None, fin
     steps.
     """
     problems = []
-    credited = None if metrics is None else {row.get("attempt") for row in rows_of(metrics)}
+    with_steps = None if metrics is None else {row.get("attempt") for row in rows_of(metrics)}
     for attempt in evidence.attempts:
-        if credited is None:
+        if with_steps is None:
             # One that was killed after its last step has nothing left to do when it starts again.
             took_steps = attempt is evidence.last and attempt.restored_step != final_step
         else:
-            took_steps = attempt.number in credited
+            took_steps = attempt.number in with_steps
         for rank in sorted({*attempt.start, *attempt.first_step}):
             what = f"attempt {attempt.number}, rank {rank}"
             record = attempt.first_step.get(rank)
@@ -261,6 +270,33 @@ def check_first_steps(evidence: Evidence, metrics: Mapping[str, Any] | None, fin
                 problems.append(f"{what}: its first step is {record.get('step')!r}, not {wanted}")
     require(problems)
     return "first steps " + ", ".join(str(attempt.restored_step + 1) for attempt in evidence.attempts)
+
+
+def check_marks(evidence: Evidence, kind: Literal["first-step", "final"]) -> None:
+    """What the regression's ranks leave of their first step, or of their end, is that and nothing more, and was
+    written after the start.
+
+    Raises Failed.
+    """
+    problems = []
+    for attempt in evidence.attempts:
+        for rank, document in sorted((attempt.first_step if kind == "first-step" else attempt.final).items()):
+            what = f"attempt {attempt.number}, rank {rank}, {kind}"
+            problems += fields(what, MARK_FIELDS[kind], document)
+            began, at = (_moment(each.get("at")) for each in (attempt.start.get(rank, {}), document))
+            if at is None:
+                problems.append(f"{what}: at is {document.get('at')!r}, no time in UTC")
+            elif began is not None and at < began - CLOCK_SET_BACK:
+                problems.append(f"{what}: at is {document['at']}, before the attempt began")
+    require(problems)
+
+
+def _moment(value: Any) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return moment if moment is not None and moment.utcoffset() == timedelta(0) else None
 
 
 def check_final(evidence: Evidence, final_step: int | None, result: Mapping[str, Any] | None) -> str:
@@ -301,8 +337,11 @@ def _compare_final(last: Attempt, result: Mapping[str, Any]) -> list[str]:
     if not isinstance(listed, list) or len(claimed) != len(listed) or set(claimed) != {repr(r) for r in last.final}:
         problems.append(f"result.json: ranks_final does not list rank {spans(sorted(last.final))} once each")
     for rank, record in sorted(last.final.items()):
+        row = claimed.get(repr(rank), {})
         expected = {key: record.get(key) for key in ("model_sha256", "momentum_sha256")}
-        problems += compare(f"result.json, rank {rank}", expected, claimed.get(repr(rank), {}))
+        if "step" in row:
+            expected["step"] = record.get("step")
+        problems += compare(f"result.json, rank {rank}", expected, row)
     return problems
 
 
@@ -327,6 +366,12 @@ def check_versions(evidence: Evidence, pins: Mapping[str, Any] | None, device: A
     require(problems)
     shown = ", ".join(f"{name} {version}" for name, version in sorted(reference.items()))
     return f"{shown}{', as pinned' if pinned else ''}; {device or 'no device asked for'}"
+
+
+def versions(attempt: Attempt) -> dict[str, Any]:
+    """What rank 0 of an attempt says that it ran."""
+    told = attempt.start.get(0, {}).get("versions")
+    return told if isinstance(told, dict) else {}
 
 
 def check_distinct(evidence: Evidence, part: str, asked: bool) -> str:

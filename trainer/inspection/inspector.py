@@ -17,18 +17,19 @@ from trainer.inspection.checkpoints import (
     Commit,
     Reloaded,
     check_journal,
+    check_kept,
     check_loads,
-    check_reported,
     load_archive,
     read_commits,
     reload,
 )
 from trainer.inspection.lineage import Lineage
 from trainer.inspection.manifest import check_manifest
-from trainer.inspection.record import check_journals, check_record, check_sequence
-from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Root, Unreadable, UnusableInput, read_object
+from trainer.inspection.record import check_journals, check_own_record, check_record, check_sequence
+from trainer.inspection.storage import BARE_NAME, BLOB_LIMIT, Missing, Root, Unreadable, UnusableInput, read_object
 
 EXPORTED = ("state.pt", "metrics.json", "metrics.rrd", "result.json")
+OWNER = "owner.json"
 TRAINING = "-train"
 """What the id of a run's own training ends in, after the run key."""
 
@@ -106,6 +107,7 @@ class _Inspection:
     def run(self) -> Checklist:
         self._list.figures["workload"] = self._kind
         exported = self._check if self._kind == "regression" else self._skip
+        self._check("owner", self._owner)
         self._check("manifest", self._manifest)
         exported("metrics.json", self._identity)
         self._check("order", self._order)
@@ -126,7 +128,7 @@ class _Inspection:
         exported("recording", self._decoded_recording)
         self._check("result", self._check_result)
         exported("state.pt", self._check_state)
-        self._check("commit record", partial(check_record, self._root, self._train_name))
+        self._check("commit record", self._commit_record)
         exported("commits in order", self._commits_in_order)
         self._check("commit", self._check_commit)
         self._check("checkpoint", self._check_checkpoint)
@@ -221,6 +223,17 @@ class _Inspection:
 
     # The checks.
 
+    def _owner(self) -> str:
+        try:
+            owner = read_object(self._root, OWNER)
+        except Missing:
+            raise NotApplicable("the application alone, without Lanyard, leaves no owner.json") from None
+        run_key = self._run().get("run_key")
+        if run_key is None:
+            raise NotApplicable("neither the place nor the submission tells the run's key")
+        require(compare(OWNER, {"run_key": run_key}, owner))
+        return f"the root is {run_key}'s"
+
     def _manifest(self) -> str:
         if self._kind != "regression" and not self._root.entries(self._folder):
             raise NotApplicable("this workload exported nothing")
@@ -273,6 +286,8 @@ class _Inspection:
 
     def _first_steps(self) -> str:
         metrics = self._metrics.get() if self._kind == "regression" else None
+        if metrics is not None:
+            ev.check_marks(self._attempts(), "first-step")
         return ev.check_first_steps(self._attempts(), metrics, self._final_step())
 
     def _versions(self) -> str:
@@ -286,6 +301,8 @@ class _Inspection:
 
     def _final(self) -> str:
         evidence = self._attempts()
+        if self._kind == "regression":
+            ev.check_marks(evidence, "final")
         return ev.check_final(evidence, self._final_step(), self._optional(self._result))
 
     def _final_step(self) -> int | None:
@@ -332,30 +349,38 @@ class _Inspection:
         return res.check_same_state(f"{folder}/{NATIVE_FILE}", checkpoint, self._state.get())
 
     def _check_kept(self) -> str:
-        """Every commit loads, and holds the state that was reported with it."""
+        """Every commit loads; one of the regression's into its recipe, with the state that was reported."""
         problems: list[str] = []
         commits = self._kept()
-        native = self._kind == "regression"
+        recipe = journal.recipe_of(self._metrics.get()) if self._kind == "regression" else None
         for commit in commits:
             folder = f"train/{self._train_name}/{commit.name}"
             try:
-                check_loads(self._root, folder, native)
-                if native:
-                    check_reported(self._root, folder, commit)
+                if recipe is None:
+                    check_loads(self._root, folder, native=False)
+                else:
+                    check_kept(self._root, folder, commit, recipe)
             except Failed as failed:
                 problems += failed.problems
         require(problems)
-        return f"{len(commits)} load" + (", equal by hash to what was reported" if native else "")
+        return f"{len(commits)} load" + (", equal by hash to what was reported" if recipe is not None else "")
 
     def _kept(self) -> list[Commit]:
         """The commits of which something is in storage; that nothing is, is the commit record's to say."""
         return [each for each in self._commits.get() if self._root.entries(f"train/{self._train_name}/{each.name}")]
 
+    def _commit_record(self) -> str:
+        seen = check_record(self._root, self._train_name)
+        if self._kind == "regression":
+            check_own_record(self._root, self._train_name, ev.versions(self._attempts().last).get("ray"))
+        return seen
+
     def _commits_in_order(self) -> str:
         return check_sequence(self._commits.get(), self._attempts().attempts, journal.recipe_of(self._metrics.get()))
 
     def _kept_journals(self) -> str:
-        return check_journals(self._root, self._train_name, self._kept(), self._metrics.get())
+        attempts = self._attempts().attempts
+        return check_journals(self._root, self._train_name, self._kept(), self._metrics.get(), attempts)
 
     def _checkpoint_journal(self) -> str:
         folder, metrics = self._checkpoint_folder(), self._metrics.get()

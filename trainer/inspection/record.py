@@ -25,11 +25,28 @@ from trainer.inspection.checkpoints import (
     read_commits,
     record_path,
 )
-from trainer.inspection.evidence import Attempt
+from trainer.inspection.evidence import Attempt, credited
 from trainer.inspection.journal import differing, rows_of, spans
 from trainer.inspection.storage import Root, Unanswered, read_object
 
 NAME = re.compile(r"checkpoint_step-(\d{9,})_attempt-(\d{3,})")
+RESULT_FIELDS = ("version", "checkpoint_dir_name", "metrics")
+NEVER_USED = (
+    "pending_training_results",
+    "pending_validation_specs",
+    "validated_checkpoint_dir_names",
+    "timed_out_validation_checkpoint_dir_names",
+    "failed_validation_checkpoint_dir_names",
+)
+"""The lists of Ray's record that are of validation, which the regression has none of."""
+RECORD_FIELDS = (
+    "ray_version",
+    "checkpoint_results",
+    "checkpoint_report_indices",
+    "latest_checkpoint_result",
+    "current_report_index",
+    *NEVER_USED,
+)
 REPORTED = ("step", "loss", "samples_per_second", "model_sha256", "momentum_sha256", "attempt", "steps")
 """The metrics of each report of the regression (trainer/training.py, trainer/attempt.py)."""
 
@@ -62,6 +79,27 @@ def check_record(root: Root, train_name: str) -> str:
     ]
     require(problems)
     return f"{len(names)} commits, each of them in storage"
+
+
+def check_own_record(root: Root, train_name: str, ray_version: Any) -> None:
+    """The regression's record holds what Ray of ``ray_version`` writes for it and nothing more, and counts its reports,
+    each of which is a commit.
+
+    Raises Failed.
+    """
+    path = record_path(train_name)
+    record = read_object(root, path)
+    problems = fields(path, RECORD_FIELDS, record)
+    problems += compare(path, {"ray_version": ray_version, **{name: [] for name in NEVER_USED}}, record)
+    for each in record["checkpoint_results"]:
+        what = f"{path}, {each['checkpoint_dir_name']}"
+        problems += fields(what, RESULT_FIELDS, each) + compare(what, {"version": 0}, each)
+    following, count = record["current_report_index"], len(record["checkpoint_results"])
+    dropped = following - count
+    # Ray drops a commit only when there are too many.
+    if record["checkpoint_report_indices"] != list(range(dropped, following)) or (dropped and count < COMMITS_KEPT):
+        problems.append(f"{path}: current_report_index is {following}, which its commits do not lead up to")
+    require(problems)
 
 
 def check_sequence(commits: Sequence[Commit], attempts: Sequence[Attempt], recipe: Mapping[str, Any]) -> str:
@@ -100,18 +138,20 @@ def _boundary_after(step: int, recipe: Mapping[str, Any]) -> int:
     return min((step // interval + 1) * interval, steps)
 
 
-def check_journals(root: Root, train_name: str, commits: Sequence[Commit], metrics: Mapping[str, Any]) -> str:
-    """The journal of each kept commit is the beginning of the exported one, and the record repeats its last row.
+def check_journals(
+    root: Root, train_name: str, commits: Sequence[Commit], metrics: Mapping[str, Any], attempts: Sequence[Attempt]
+) -> str:
+    """The journal of each kept commit is the beginning of the exported one, with each step credited to the attempt that
+    had made it by then, and the record repeats its last row.
 
     Raises Failed.
     """
     rows = {row["step"]: row for row in rows_of(metrics)}
-    recipe = metrics["recipe"]
     problems: list[str] = []
     for commit in commits:
         folder = f"train/{train_name}/{commit.name}"
         try:
-            problems += _compare_journal(root, folder, commit, metrics, rows, recipe["steps"])
+            problems += _compare_journal(root, folder, commit, metrics, rows, attempts)
         except Unanswered:
             raise
         except Failed as failed:
@@ -126,7 +166,7 @@ def _compare_journal(
     commit: Commit,
     metrics: Mapping[str, Any],
     rows: Mapping[int, Mapping[str, Any]],
-    steps: int,
+    attempts: Sequence[Attempt],
 ) -> list[str]:
     path = f"{folder}/{JOURNAL_FILE}"
     match = NAME.fullmatch(commit.name)
@@ -137,8 +177,14 @@ def _compare_journal(
     problems += compare(path, {name: metrics.get(name) for name in ("recipe", "world_size")}, journal)
     if different := differing(journal["steps"], rows):
         problems.append(f"{path} differs from metrics.json in step {spans(different)}")
+    until = [attempt for attempt in attempts if attempt.number <= int(match[2])]
+    problems += [
+        f"{path}: step {row['step']} is credited to attempt {row.get('attempt')!r}, not {made}"
+        for row in journal["steps"]
+        if row.get("attempt") != (made := credited(until, row["step"]))
+    ]
     last = journal["steps"][-1]
     expected = {name: last.get(name) for name in ("step", "loss", "samples_per_second")}
-    expected |= {"attempt": int(match[2]), "steps": steps}
+    expected |= {"attempt": int(match[2]), "steps": metrics["recipe"]["steps"]}
     what = f"the commit record, {commit.name}"
     return problems + fields(what, REPORTED, commit.metrics) + compare(what, expected, commit.metrics)

@@ -30,6 +30,8 @@ RESULT_FIELDS = (
     "versions",
 )
 """Of the regression's result.json; a script's may say more."""
+RANK_FIELDS = ("rank", "model_sha256", "momentum_sha256")
+VERSION_FIELDS = ("torch", "ray", "rerun-sdk", "pillow", "python")
 EXPORTED_STATE_FIELDS = ("schema", *STATE_FIELDS, "run")
 
 CHECKPOINT = re.compile(r"train/([A-Za-z0-9_-]{1,64})/(checkpoint_[A-Za-z0-9._-]{1,200})")
@@ -62,7 +64,7 @@ def check_result(
     problems = compare("result.json", {"status": "succeeded"}, result)
     problems += check_identity(result, "result.json", run)
     if metrics is not None:
-        problems += fields("result.json", RESULT_FIELDS, result)
+        problems += fields("result.json", RESULT_FIELDS, result) + _unknown_fields(result)
         rows = rows_of(metrics)
         held_out = metrics.get("held_out")
         expected = {
@@ -90,6 +92,20 @@ def check_result(
             problems += compare("result.json, versions", shared, claimed)
     require(problems)
     return f"succeeded at step {result.get('final_step')}, checkpoint {result.get('checkpoint')}"
+
+
+def _unknown_fields(result: Mapping[str, Any]) -> list[str]:
+    """A problem for each field that a rank's row or the versions in the regression's result.json have beyond their own,
+    or lack.
+    """
+    problems = []
+    listed, versions = result.get("ranks_final"), result.get("versions")
+    for row in listed if isinstance(listed, list) else ():
+        if isinstance(row, dict):
+            problems += fields(f"result.json, rank {row.get('rank')}", RANK_FIELDS, row)
+    if isinstance(versions, dict):
+        problems += fields("result.json, versions", VERSION_FIELDS, versions)
+    return problems
 
 
 def check_state(

@@ -43,6 +43,10 @@ class Unreadable(Exception):
     """One object of the run cannot be read; the message says which and why."""
 
 
+class Missing(Unreadable):
+    """Storage answers that the object is not there."""
+
+
 class Unanswered(Unreadable):
     """Storage did not answer, which says nothing about the run: neither that a thing is there nor that it is
     not.
@@ -191,7 +195,7 @@ class _LocalRoot:
             target = self._reach(path)
             status = target.lstat()
         except FileNotFoundError:
-            raise Unreadable(f"{path} is missing") from None
+            raise Missing(f"{path} is missing") from None
         except OSError as error:
             raise Unreadable(f"{path} cannot be read: {error.strerror}") from None
         if not stat.S_ISREG(status.st_mode):
@@ -295,7 +299,7 @@ class _S3Root:
         try:
             info = self._filesystem.get_file_info(source)
             if info.type == pafs.FileType.NotFound:
-                raise Unreadable(f"{path} is missing")
+                raise Missing(f"{path} is missing")
             if info.type != pafs.FileType.File:
                 raise Unreadable(f"{path} is not a plain object")
             _within(path, info.size, limit)
