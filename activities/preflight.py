@@ -177,12 +177,13 @@ class Preflight:
             return None
         source = spec.resume.from_.rstrip("/")
         heart.say(note=f"looking for a commit that loads in {source}")
-        asked = [source, "--workload", spec.workload.kind]
+        asked = [source, "--patient", "--workload", spec.workload.kind]
         if isinstance(spec.workload, RegressionWorkload):
             training = {"recipe": spec.workload.recipe.model_dump(mode="json"), "world_size": spec.hosts.count}
             asked += ["--for", json.dumps(training)]
         code, out, err = await self._application.tool("trainer.last_commit", *asked)
         said = (err.strip().splitlines() or out.strip().splitlines() or [f"exit status {code}"])[-1]
+        said = said.removeprefix("last_commit: ")
         if code == NONE_LOADS:
             _refuse(f"resume.from: {said}")
         if code != 0:

@@ -200,19 +200,12 @@ def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
             }
         )
     if report["outcome"] == "succeeded":
-        said.append(
-            {
-                "text": "The artifacts are in storage. Check them yourself, from storage alone, at any time:",
-                "code": f"make inspect RUN={report['storage']}",
-            }
-        )
+        said += _inspection("The artifacts are in storage, and can be checked at any time.", report["storage"])
     elif report["resume_from"] and last is not None and report["steps"] and last >= report["steps"]:
-        said.append(
-            {
-                "text": "Every step was trained and committed, so there is nothing left to go on with: mend what is "
-                "said above and start again. What lies in storage can be checked:",
-                "code": f"make inspect RUN={report['storage']}",
-            }
+        said += _inspection(
+            "Every step was trained and committed, so there is nothing left to go on with: mend what is said above and "
+            "start again. What lies in storage can be checked.",
+            report["storage"],
         )
     elif report["resume_from"]:
         where = f" (step {last:,})" if last is not None else ""
@@ -227,6 +220,21 @@ def _next(report: Mapping[str, Any], cleanup: str) -> list[dict[str, str]]:
         text = "Nothing was committed, so there is nothing to go on from: mend the cause and start again."
         said.append({"text": text, "code": ""})
     return said
+
+
+def _inspection(lead: str, storage: str) -> list[dict[str, str]]:
+    """How to check artifacts again: the page is read when the embedded S3 server may have long stopped."""
+    return [
+        {
+            "text": f"{lead} The embedded S3 server stops with its stack or demo: start it again, in another shell.",
+            "code": "make stack",
+        },
+        {
+            "text": "Take its address and keys, then check everything yourself, from storage alone. With S3 of your "
+            "own only the last line is needed, in a shell that has its variables.",
+            "code": f". .lanyard/env\nmake inspect RUN={storage}",
+        },
+    ]
 
 
 def _timeline(report: Mapping[str, Any], attempts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

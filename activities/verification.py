@@ -86,7 +86,7 @@ class Verification:
     @activity.defn(name=activity_names.VERIFY)
     async def verify_artifacts(self, order: VerifyOrder) -> Artifacts:
         """Download again from storage alone and check everything; what does not hold is a finding, not an error."""
-        asked = ["--submission", order.submission_id, "--json", "-", "--expect", "-"]
+        asked = ["--patient", "--submission", order.submission_id, "--json", "-", "--expect", "-"]
         if order.distinct_hosts:
             asked.append("--require-distinct-hosts")
         if order.distinct_devices:

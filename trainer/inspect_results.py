@@ -1,12 +1,12 @@
 """Check what a run left in storage, from storage alone.
 
     python -m trainer.inspect_results s3://bucket/prefix/<run key> [--submission ID] [--expect order.json]
-        [--require-distinct-devices] [--require-distinct-hosts] [--json FILE|-]
+        [--require-distinct-devices] [--require-distinct-hosts] [--json FILE|-] [--patient]
 
-The place is a run's root, in S3 (endpoint, region and keys from AWS_ENDPOINT_URL, AWS_REGION,
-AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or copied to a local directory. Of several exports the run's own
-training is inspected. Exit status 0 when every check holds, 1 when one does not, 2 when the place or a file
-given cannot be used, or storage does not answer.
+The place is a run's root, in S3 (endpoint, region and keys from AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY; `. .lanyard/env` sets those of the embedded stack) or copied to a local directory. Of several
+exports the run's own training is inspected. Exit status 0 when every check holds, 1 when one does not, 2 when the place
+or a file given cannot be used, or storage does not answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory(prefix="lanyard-inspect-") as scratch:
-            root = open_root(options.place, Path(scratch))
+            root = open_root(options.place, Path(scratch), options.patient)
             order = None if options.expect is None else _read_order(options.expect)
             asked = options.submission or (order or {}).get("submission_id")
             submission, others = choose_submission(root, asked)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
             question = Question(
                 submission,
-                lambda location: open_root(location, Path(tempfile.mkdtemp(dir=scratch))),
+                lambda location: open_root(location, Path(tempfile.mkdtemp(dir=scratch)), options.patient),
                 order,
                 options.require_distinct_devices,
                 options.require_distinct_hosts,
@@ -115,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", metavar="FILE", help="write the outcome as JSON too; '-' prints it instead of the table"
     )
+    parser.add_argument("--patient", action="store_true", help="outlive a storage outage of a minute and a half")
     parser.add_argument("--require-distinct-devices", action="store_true", help="ranks must have a device each")
     parser.add_argument("--require-distinct-hosts", action="store_true", help="ranks must have a host each")
     parser.add_argument(

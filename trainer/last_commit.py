@@ -1,6 +1,7 @@
 """Find the newest committed checkpoint of a run that really loads, for another run to continue from.
 
     python -m trainer.last_commit s3://bucket/prefix/<run key> [--workload regression|script] [--for TRAINING]
+        [--patient]
 
 Prints ``{"schema":1, "checkpoint": "s3://...", "step": N, "skipped": [{"checkpoint", "why"}]}``. Exit status 0 when one
 loads, 3 when none does or the newest is of another training than TRAINING (the reason on stderr), 2 for an address that
@@ -122,10 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="TRAINING",
         help='JSON of the regression that is to continue: {"recipe": {...}, "world_size": N}',
     )
+    parser.add_argument("--patient", action="store_true", help="outlive a storage outage of a minute and a half")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="lanyard-last-commit-") as scratch:
         try:
-            root = open_root(options.root, Path(scratch))
+            root = open_root(options.root, Path(scratch), options.patient)
             found = find_last_commit(root, options.workload == "regression")
             if options.training:
                 check_continues(root, found, options.training)

@@ -386,8 +386,8 @@ class GuardedTrain:
             message = f"{message} ({hint})"
         self._enter("report")
         self._progress.leave(workflow.time())
-        verdict = self._progress.verdict(outcome, message)
-        self._show(verdict)
+        verdict = self._progress.ended = self._progress.verdict(outcome, message)
+        self._show()
         if self._progress.identity and self._custody and outcome != "rejected":
             try:
                 await self._act(
@@ -566,9 +566,9 @@ class GuardedTrain:
         self._progress.note(what, workflow.time())
         self._show()
 
-    def _show(self, verdict: Verdict | None = None) -> None:
-        message = f"{verdict.outcome}: {verdict.message}" if verdict else (str(self._stop) if self._stop else "")
-        workflow.set_current_details(presentation.run_details(self._progress, message))
+    def _show(self) -> None:
+        verdict = self._progress.ended
+        workflow.set_current_details(presentation.run_details(self._progress, str(self._stop or "")))
         place, identity, commit = self._progress.deployment, self._progress.identity, self._progress.commit
         if place and identity:
             presentation.show_attributes(

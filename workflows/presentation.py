@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -38,19 +39,34 @@ def show_attributes(known: tuple[str, ...], values: Mapping[str, str | None]) ->
         workflow.upsert_search_attributes(updates)
 
 
-def run_details(progress: Progress, message: str = "") -> str:
-    """The run's page: phase, committed step, loss, deadline, what is owned, what went wrong."""
-    told = progress.answer()
+_RESUME = re.compile(r'"resume": \{"from": "[^"]*"\}')
+
+
+def copyable(message: str) -> list[str]:
+    """A message as Markdown, with the line for run.json in a block of its own: elsewhere the UI makes typographic
+    quotes of plain ones, and what is copied is no JSON."""
+    lines = list(dict.fromkeys(_RESUME.findall(message)))
+    said = [_RESUME.sub("the line below", message)]
+    return said + (["", "```", *lines, "```"] if lines else [])
+
+
+def run_details(progress: Progress, stopping: str = "") -> str:
+    """The run's page: phase (or how it ended, and why), committed step, loss, deadline, what is owned."""
+    told, ended = progress.answer(), progress.ended
     loss = f"{told['loss']:.6g}" if told["loss"] is not None else "—"
-    lines = [
-        f"### {told['phase']}" + (f" — {message}" if message else ""),
+    title = f"{told['phase']} — {stopping}" if stopping else told["phase"]
+    lines = [f"### {ended.outcome}", "", *copyable(ended.message)] if ended else [f"### {title}"]
+    lines += [
         "",
         "| | |",
         "|---|---|",
         f"| committed step | {told['step']} of {told['steps'] or '—'} |",
         f"| loss at that commit | {loss} |",
         f"| as of | {clock(told['as_of'])} |",
-        f"| run deadline | {clock(told['deadline'])} (`extend` moves it) |",
+    ]
+    if not ended:
+        lines.append(f"| run deadline | {clock(told['deadline'])} (`extend` moves it) |")
+    lines += [
         f"| artifacts | `{told['storage'] or '—'}` |",
         f"| custody (releases everything) | workflow `{told['custody'] or '—'}` |",
         f"| owned | {', '.join(f'`{o}`' for o in progress.holding()) or 'nothing'} |",
@@ -62,7 +78,7 @@ def run_details(progress: Progress, message: str = "") -> str:
         )
     if progress.release:
         lines.append(f"| cleanup | {progress.release.cleanup} |")
-    if not progress.release:
+    elif not ended:
         lines += ["", "Second by second: the heartbeat of the activity under *Pending Activities*."]
     lines += ["", "**So far**", ""]
     lines += [f"- {clock(event['at'])} {event['what']}" for event in progress.events[-12:]]

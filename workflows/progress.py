@@ -47,6 +47,8 @@ class Progress:
         self.proof: Proof | None = None
         self.artifacts: Artifacts | None = None
         self.release: Release | None = None
+        self.ended: Verdict | None = None
+        """The verdict, once there is one."""
         self.owned: list[str] = []
         self.unsaved = ""
         """Why logs were not saved, where they were not."""

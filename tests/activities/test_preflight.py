@@ -330,7 +330,7 @@ async def test_a_commit_that_loads_is_where_it_starts() -> None:
     assert (told.resume.source, told.resume.step) == (EARLIER, 12)
     assert told.resume.checkpoint == f"{EARLIER}/train/main/checkpoint_12"
     *asked, training = tools.asked
-    assert asked == ["trainer.last_commit", EARLIER, "--workload", "regression", "--for"]
+    assert asked == ["trainer.last_commit", EARLIER, "--patient", "--workload", "regression", "--for"]
     # As the training itself is told, which is what it holds the commit against.
     spec = parse_run(({**RUN, **RESUME},))
     job = job_order(spec, IDENTITY, hosts_order(spec, IDENTITY), MAIN, told.resume).order
@@ -351,7 +351,7 @@ async def test_a_commit_that_leaves_no_drill_or_no_work_is_refused(step: int, sa
 
 async def test_a_run_without_a_commit_that_loads_is_refused_and_a_silent_storage_is_not_its_fault() -> None:
     said = await refused(Objects(), tools=Tools(3, "", "last_commit: none loads"), **RESUME)
-    assert said == "resume.from: last_commit: none loads"
+    assert said == "resume.from: none loads"
     with pytest.raises(ApplicationError, match="cannot be read") as caught:
         await preflight(Objects(), tools=Tools(2, "", "last_commit: cannot be read"), **RESUME)
     assert not caught.value.non_retryable

@@ -275,7 +275,7 @@ def last_commit(step: int | None) -> str:
 async def test_a_scripts_last_commit_is_looked_for_as_a_scripts(tmp_path: Path) -> None:
     tools = Tools(0, last_commit(5))
     found = await cleared(tools, tmp_path)
-    assert tools.asked == ("trainer.last_commit", EARLIER, "--workload", "script")
+    assert tools.asked == ("trainer.last_commit", EARLIER, "--patient", "--workload", "script")
     assert found.resume
     assert (found.resume.step, found.resume.checkpoint) == (5, f"{EARLIER}/train/main/checkpoint_x")
 
@@ -292,7 +292,7 @@ async def test_a_commit_that_says_no_step_is_taken(tmp_path: Path) -> None:
 async def test_no_commit_is_refused_and_silence_is_asked_again(
     tmp_path: Path, code: int, final: bool, type_: str
 ) -> None:
-    with pytest.raises(ApplicationError, match=r"resume\.from: last_commit: so it is") as caught:
+    with pytest.raises(ApplicationError, match=r"resume\.from: so it is") as caught:
         await cleared(Tools(code, "", "a warning\nlast_commit: so it is\n"), tmp_path)
     assert (caught.value.non_retryable, caught.value.type) == (final, type_)
 

@@ -40,6 +40,7 @@ from trainer.inspection import evidence as evidence_module
 from trainer.inspection import record as record_module
 from trainer.inspection import recording, storage
 from trainer.inspection.checklist import Failed
+from trainer.storage import HASTY_ATTEMPTS, PATIENT_ATTEMPTS
 from trainer.synthetic import build_model, build_optimizer, held_out_loss, shard
 
 Tamper = Callable[[SmallRun], object]
@@ -1254,7 +1255,7 @@ def test_continued_run_is_compared_with_the_checkpoint_it_came_from(
     opened: list[str] = []
     really = storage.open_root
 
-    def open_root(location: str, scratch: Path) -> Any:
+    def open_root(location: str, scratch: Path, patient: bool) -> Any:
         opened.append(location)
         return really(str(sound.root) if location.startswith("s3://") else location, scratch)
 
@@ -1394,6 +1395,32 @@ def test_unreachable_storage_is_unusable_input(
     assert "canary" not in said
 
 
+@pytest.mark.parametrize("main", [inspect_results.main, last_commit.main])
+def test_a_shell_without_the_embedded_servers_variables_is_told_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int]
+) -> None:
+    """The report's line, typed where nobody sourced them: AWS is asked, which may be right, or cannot be."""
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    asked: list[int] = []
+
+    class Unresolved:
+        def get_file_info(self, path: str) -> Any:
+            raise OSError("AWS Error NETWORK_CONNECTION: curlCode: 6, Couldn't resolve host name")
+
+    def filesystem(*, attempts: int) -> Any:
+        asked.append(attempts)
+        return Unresolved()
+
+    monkeypatch.setattr(storage, "filesystem", filesystem)
+    assert main(["s3://lanyard/runs/run"]) == 2
+    said = capsys.readouterr().err
+    assert "AWS_ENDPOINT_URL is not set" in said
+    assert "`. .lanyard/env`" in said
+    assert said.count("\n") == 1
+    assert main(["s3://lanyard/runs/run", "--patient"]) == 2
+    assert asked == [HASTY_ATTEMPTS, PATIENT_ATTEMPTS]
+
+
 def test_a_runs_own_export_is_inspected_beside_that_of_its_parity_training(
     run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1462,7 +1489,7 @@ def bucket(run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sm
     place = tmp_path / "objects" / "bucket" / "runs" / RUN_KEY
     shutil.copytree(run.root, place)
     objects = pafs.SubTreeFileSystem(str(tmp_path / "objects"), pafs.LocalFileSystem())
-    monkeypatch.setattr(storage, "filesystem", lambda: objects)
+    monkeypatch.setattr(storage, "filesystem", lambda **_: objects)
     return SmallRun(place)
 
 
@@ -1531,7 +1558,7 @@ def test_storage_that_does_not_answer_proves_nothing(
     bucket: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     faltering = Falters(objects_of(bucket), word)
-    monkeypatch.setattr(storage, "filesystem", lambda: faltering)
+    monkeypatch.setattr(storage, "filesystem", lambda **_: faltering)
     assert inspect_results.main([ADDRESS]) == 2
     said = capsys.readouterr()
     assert "storage did not answer" in said.err
@@ -1545,7 +1572,7 @@ def test_silent_storage_is_not_taken_for_a_damaged_commit(
     bucket: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str
 ) -> None:
     faltering = Falters(objects_of(bucket), word)
-    monkeypatch.setattr(storage, "filesystem", lambda: faltering)
+    monkeypatch.setattr(storage, "filesystem", lambda **_: faltering)
     assert last_commit.main([ADDRESS]) == 2
     assert "storage did not answer" in capsys.readouterr().err
 

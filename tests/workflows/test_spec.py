@@ -601,7 +601,9 @@ def schema_validator() -> Any:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_an_editor_finds_nothing_wrong_in_the_examples(example: Path) -> None:
-    assert not list(schema_validator().iter_errors(json.loads(example.read_text())))
+    told = json.loads(example.read_text())
+    assert (example.parent / told["$schema"]).resolve() == ROOT / "schema/run.schema.json"
+    assert not list(schema_validator().iter_errors(told))
 
 
 def test_what_the_code_takes_the_schema_takes_too() -> None:

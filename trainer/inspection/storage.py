@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from trainer.storage import StorageError, filesystem
+from trainer.storage import HASTY_ATTEMPTS, PATIENT_ATTEMPTS, StorageError, filesystem
 
 MiB = 1024 * 1024
 # A journal of a million steps is about 200 MiB; whatever is larger than these is not this program's.
@@ -91,13 +91,14 @@ class Root(Protocol):
         """
 
 
-def open_root(location: str, scratch: Path) -> Root:
+def open_root(location: str, scratch: Path, patient: bool = False) -> Root:
     """The root at a local directory or at ``s3://bucket/prefix``; downloads go below ``scratch``.
 
+    A person wants to know at once that storage does not answer; ``patient`` is for who has to outlive that.
     Raises UnusableInput for a location that is neither, or that does not exist.
     """
     if "://" in location:
-        return _S3Root.open(location, scratch)
+        return _S3Root.open(location, scratch, PATIENT_ATTEMPTS if patient else HASTY_ATTEMPTS)
     return _LocalRoot.open(location)
 
 
@@ -251,7 +252,7 @@ class _S3Root:
         return self._base.rsplit("/", 1)[-1]
 
     @classmethod
-    def open(cls, location: str, scratch: Path) -> _S3Root:
+    def open(cls, location: str, scratch: Path, attempts: int) -> _S3Root:
         parts = urlsplit(location)
         if parts.scheme != "s3":
             raise UnusableInput(f"{location}: only s3:// addresses and local directories can be inspected")
@@ -269,7 +270,7 @@ class _S3Root:
             raise UnusableInput(f"{location}: remove the empty or dotted parts of the prefix")
         base = f"{parts.netloc}/{prefix}"
         try:
-            root = cls(f"s3://{base}", base, filesystem(), scratch)
+            root = cls(f"s3://{base}", base, filesystem(attempts=attempts), scratch)
         except StorageError as error:
             raise UnusableInput(str(error)) from None
         try:
@@ -330,10 +331,17 @@ def _s3_entry(info: pafs.FileInfo) -> Entry:
 
 def _s3_remedy(location: str, error: Exception) -> str:
     reason = _one_line(error)
-    if any(sign in reason for sign in ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "Forbidden")):
+    if not os.environ.get("AWS_ENDPOINT_URL"):
+        # Right for AWS; for the embedded server it is what a shell without its variables does.
+        remedy = (
+            "AWS_ENDPOINT_URL is not set, so AWS itself was asked. If the run is in the embedded S3 server: keep "
+            "`make stack` running, do `. .lanyard/env` in this shell, and ask again; for AWS, check the bucket, "
+            "AWS_REGION and the keys"
+        )
+    elif any(sign in reason for sign in ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "Forbidden")):
         remedy = "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     elif any(sign in reason for sign in ("NETWORK_CONNECTION", "curl", "connect")):
-        remedy = "check that AWS_ENDPOINT_URL is right and the server is up"
+        remedy = "check that AWS_ENDPOINT_URL is right and the server is up (the embedded one: `make stack`)"
     else:
         remedy = "check the bucket, AWS_REGION and the keys"
     return f"{location} cannot be reached: {reason}; {remedy}"
