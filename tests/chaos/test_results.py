@@ -31,16 +31,14 @@ def test_rows_are_added_and_replaced_and_the_page_shows_what_is_wrong_first(tmp_
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_shards_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_merge_without_what_is_no_scenario_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two, merged = (tmp_path / f"{name}.json" for name in ("one", "two", "merged"))
-    Results(one).add([row("light/a/worker/succeeds")])
-    Results(two).add([row("light/b/worker/succeeds"), row("light/a/worker/succeeds", seed=1)])
+    first, second = (each.id for each in light(0)[:2])
+    [other, *_] = (each.id for each in light(1))
+    Results(one).add([row(first), row("light/an_activity_that_is_gone:half/worker/succeeds", trouble="stuck")])
+    Results(two).add([row(second), row(other, seed=1)])
     assert main(["--results", str(merged), "--merge", str(one), str(two)]) == 0
-    assert set(Results(merged).rows()) == {
-        ("light/a/worker/succeeds", 0),
-        ("light/a/worker/succeeds", 1),
-        ("light/b/worker/succeeds", 0),
-    }
+    assert set(Results(merged).rows()) == {(first, 0), (second, 0), (other, 1)}
 
 
 def test_what_is_recorded_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
