@@ -25,6 +25,16 @@ from worker.stack import StackRecord
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(scope="session", autouse=True)
+def hangups_as_usual() -> Iterator[None]:
+    """Under nohup SIGHUP is ignored, also by what is started here. A handler is not inherited, and ends nothing."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Terminal:
     """A command in a terminal of its own, as a person has it before them."""
 
