@@ -16,12 +16,14 @@ from tests.integration.stack import Stack
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1500)]
 
 STEPS_MIDWAY = STEPS // 4
+SLOWLY = {"kind": "regression", "recipe": {"steps": STEPS, "checkpoint_interval": 1}}
+"""The same training, with four times the commits: what is done to it half-way has the time of as many reports."""
 
 
 @pytest.fixture(scope="module")
 def aborted(stack: Stack, census: Census) -> Left:
     """Aborted in training. Its workflow id has characters that neither Ray's Jobs API nor S3 keys would bear."""
-    run = stack.train("abort me/ü%2F", regression("aborted"))
+    run = stack.train("abort me/ü%2F", regression("aborted", workload=SLOWLY))
     stack.wait_for(run, "commits", lambda told: told["step"] >= STEPS_MIDWAY, 150)
     stack.cli("workflow", "signal", *stack.at(run), "--name", "abort", "--input", '"enough is known"')
     stack.wait(run, 120)
@@ -59,7 +61,7 @@ def test_a_resumed_run_survives_its_workers_sigkill_and_ends_equal_to_an_uninter
     watch; succeeded and clean; the final parameters are the full run's, bit for bit (same recipe, same seed)."""
     commit = aborted.committed_steps()[-1]
     # The session's own stack restarts the worker; a second start finds the run where it was.
-    run = stack.train("resume", regression("resumed", resume={"from": aborted.uri}))
+    run = stack.train("resume", regression("resumed", workload=SLOWLY, resume={"from": aborted.uri}))
     stack.wait_for(run, "a commit of its own", lambda told: told["phase"] == "train" and told["step"] > commit, 150)
     before = stack.worker_pid()
     os.kill(before, signal.SIGKILL)
