@@ -260,9 +260,13 @@ class Lane:
         await self.kill(name)
 
     def tail(self, lines: int = 12) -> str:
-        """The end of the newest worker's log, for a row that went wrong."""
+        """The end of the newest worker's log, for a row that went wrong; results go elsewhere and name no directory of
+        this machine."""
         logs = sorted(self.home.logs.glob("worker-*.log"), key=lambda path: path.stat().st_mtime)
-        return "\n".join(logs[-1].read_text(errors="replace").splitlines()[-lines:]) if logs else ""
+        told = "\n".join(logs[-1].read_text(errors="replace").splitlines()[-lines:]) if logs else ""
+        for place, name in ((self.root, "LANE"), (CHECKOUT, "."), (sys.base_prefix, "PYTHON"), (Path.home(), "~")):
+            told = told.replace(str(place), name)
+        return told
 
     async def _spawn(
         self,
