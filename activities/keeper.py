@@ -20,6 +20,8 @@ from workflows.policy import lease_renewal_s
 
 LOOK_S: Final = 10.0
 """How often a run's status is asked for. The server's own cancel of custody is faster; this covers a reset."""
+FIRST_LOOK_S: Final = 0.5
+"""How often custody is looked at for its first claim: through preflight, seconds."""
 CLOSING_LOOK_S: Final = 1.0
 """After release the run closes within seconds."""
 ASK: Final = timedelta(seconds=10)
@@ -82,8 +84,8 @@ class Keeper:
                     sequence = await self._write(uri, sequence, duration)
                     heart.say(lease=sequence, renewed_at=time.time())
                 else:
-                    # Before the first claim; the one after it should not be late.
-                    await asyncio.sleep(min(every, LOOK_S))
+                    # Before the first claim: right after it hosts wait for their lease.
+                    await asyncio.sleep(min(every, FIRST_LOOK_S))
                     continue
             except (RPCError, StorageError) as error:
                 heart.say(note=f"the lease was not renewed: {error}")
