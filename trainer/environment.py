@@ -260,16 +260,22 @@ def _build(target: Path, requirements: Path, device: str, say: Say) -> None:
     say(f"built in {record['built_s']} s: torch {found['torch']}, ray {found['versions'].get('ray')}")
 
 
+OFFER_LIMIT_S = 120.0
+"""pip is asked for an answer of a few kilobytes, or of one wheel that lies on this machine."""
+
+
 def _check_offer(python: str, wanted: dict[str, str], device: str) -> None:
     """Refuse the wrong build of torch by what pip would fetch: it is several GB. A build without a local version is the
     CUDA one. Where pip cannot say, installing says why."""
     if "torch" not in wanted:
         return
     asked = [python, "-m", "pip", "install", "--no-input", "--quiet", "--dry-run", "--no-deps", "--report", "-"]
-    answer = subprocess.run([*asked, f"torch=={wanted['torch']}"], capture_output=True, text=True)
     try:
+        answer = subprocess.run(
+            [*asked, f"torch=={wanted['torch']}"], capture_output=True, text=True, timeout=OFFER_LIMIT_S
+        )
         version = json.loads(answer.stdout)["install"][0]["metadata"]["version"]
-    except (ValueError, LookupError, TypeError):
+    except (subprocess.TimeoutExpired, ValueError, LookupError, TypeError):
         return
     check_device({"torch": version if "+" in version else f"{version}+cu"}, device)
 
