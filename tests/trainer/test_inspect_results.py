@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_inspection_changes_nothing(run: SmallRun, sound: SmallRun, tmp_path: Pa
         if path.is_file():
             assert (run.root / path.relative_to(sound.root)).read_bytes() == path.read_bytes()
     assert len(list(run.root.rglob("*"))) == len(list(sound.root.rglob("*")))
+
+
+@pytest.mark.parametrize("by", [timedelta(days=-1), timedelta(days=1)], ids=["set back", "put forward"])
+@pytest.mark.parametrize("kind", ["first-step", "final"])
+def test_host_clock_may_be_a_day_off_from_one_step_to_the_next(
+    run: SmallRun, tmp_path: Path, kind: str, by: timedelta
+) -> None:
+    def moved(document: dict[str, Any]) -> None:
+        document["at"] = (datetime.fromisoformat(document["at"]) + by).isoformat()
+
+    evidence(2, (0, 1), moved, kind)(run)
+    status, outcome = inspected(run, tmp_path, order=ORDER)
+    assert (status, failures(outcome)) == (0, {})
 
 
 def metrics(change: Callable[[dict[str, Any]], object], *, recorded: bool = False) -> Tamper:

@@ -23,8 +23,9 @@ MARK_FIELDS = {
     "first-step": ("schema", "attempt", "rank", "step", "at"),
     "final": ("schema", "attempt", "rank", "step", "model_sha256", "momentum_sha256", "at"),
 }
-CLOCK_SET_BACK = timedelta(hours=1)
-"""A host's clock may be corrected while it trains, but not by more than this."""
+CLOCK_SET_BACK = timedelta(days=1, hours=1)
+"""A host's clock may be set back by a day while it trains, and the run is as good as before (nothing that decides
+compares wall clocks). A date further back was not written by this attempt."""
 
 # SHA-256 of nothing: the momentum of an optimizer that has taken no step (trainer/hashing.py).
 NO_MOMENTUM = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
