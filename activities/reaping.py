@@ -106,9 +106,8 @@ class Reaping:
             except Exception as error:
                 seen.unreadable.append(f"the inventory of {provider.name}: {error}")
                 continue
-            here = provider.context()
             for mark in found.marked:
-                if whose := self._another(mark, provider.name, here):
+                if whose := self._another(mark, provider.name, provider.context(mark.hosts)):
                     seen.foreign.append(f"{mark.hosts.identity.run_key}: {whose}")
                 else:
                     seen.ours.append((provider, mark))

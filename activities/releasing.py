@@ -69,13 +69,13 @@ class Releasing:
         return record if noted.ok else record.model_copy(update={"steps": (*record.steps, noted)})
 
     async def _release_one(self, provider: HostsProvider, claim: Claim, order: ReleaseOrder, heart: Heart) -> StepTaken:
-        if claim.provider != provider.name or claim.context != provider.context():
+        here = provider.context(order.hosts)
+        if claim.provider != provider.name or claim.context != here:
             return StepTaken(
                 claim=claim.id,
                 action="refused",
                 ok=False,
-                detail=f"claimed in {claim.provider} {claim.context}, but this worker has {provider.context()}; "
-                "run a worker there",
+                detail=f"claimed in {claim.provider} {claim.context}, but this worker has {here}; run a worker there",
                 seconds=0.0,
             )
         if claim.kind == "job":
@@ -106,7 +106,7 @@ class Releasing:
         began = time.monotonic()
         left: list[str] = []
         for claim in order.claims:
-            if claim.provider != provider.name or claim.context != provider.context():
+            if claim.provider != provider.name or claim.context != provider.context(order.hosts):
                 left.append(f"{claim.id}: in {claim.context}, which this worker cannot see")
                 continue
             try:

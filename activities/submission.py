@@ -96,7 +96,7 @@ class Submission:
             kind="job",
             name=submission_id,
             provider=hosts.provider,
-            context=self._providers.of(hosts).context(),
+            context=self._providers.of(hosts).context(hosts),
             run_id=hosts.identity.run_id,
             holder=holder(),
             send_window_s=SEND_WINDOW_S,

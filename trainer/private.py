@@ -111,7 +111,8 @@ def read_private_file(path: Path, what: str) -> bytes:
     Raises NotPrivate, naming ``what`` it is, otherwise.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Not blocking: what is named may be a pipe that nobody writes to.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise NotPrivate(f"{what} {path} does not exist") from error
     except OSError as error:

@@ -19,6 +19,7 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxR
 
 from activities.checkpoints import Checkpoints
 from activities.drill import Drill
+from activities.hosts.existing import ExistingHosts
 from activities.hosts.local import LocalHosts
 from activities.hosts.reach import Providers
 from activities.jobs import package
@@ -73,7 +74,7 @@ async def run_worker(settings: Settings) -> None:
             secret_fingerprint=secret_fingerprint(secret),
             application_source=package({"trainer": CHECKOUT / "trainer"}).name,
         )
-        providers = Providers({"local": LocalHosts(settings.home, secret)})
+        providers = Providers({"local": LocalHosts(settings.home, secret), "existing": ExistingHosts()})
         application = Application(CHECKOUT)
         provision = Provision(client, providers, launch_threads)
         submission = Submission(client, storage, providers, CHECKOUT / "trainer")

@@ -195,18 +195,19 @@ class GuardedTrain:
     async def _provision(self, spec: RunSpec, hosts: HostsOrder) -> None:
         limit = spec.limits.provision
         self._enter("provision")
-        await self._unless_stopped(self._launch(hosts), limit, "provision")
+        await self._unless_stopped(self._launch(spec, hosts), limit, "provision")
 
-    async def _launch(self, hosts: HostsOrder) -> None:
-        await self._act(
-            names.LAUNCH,
-            hosts,
-            type(None),
-            timeouts.LONG,
-            f"claim, then create {hosts.count} {hosts.provider} hosts",
-            retry=timeouts.MUTATE,
-        )
-        self._progress.own(f"cluster {hosts.identity.run_key}")
+    async def _launch(self, spec: RunSpec, hosts: HostsOrder) -> None:
+        if spec.hosts.owned:
+            await self._act(
+                names.LAUNCH,
+                hosts,
+                type(None),
+                timeouts.LONG,
+                f"claim, then create {hosts.count} {hosts.provider} hosts",
+                retry=timeouts.MUTATE,
+            )
+            self._progress.own(f"cluster {hosts.identity.run_key}")
         self._enter("serve")
         self._progress.hosts = await self._act(
             names.PROVE_HOSTS,

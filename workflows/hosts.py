@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +15,8 @@ Device = Literal["cpu", "cuda"]
 class LocalHosts(Strict):
     """Hosts on the worker's own machine: each has its own directory, address, ports and Ray node."""
 
+    owned: ClassVar = True
+    """The run creates these hosts, and takes them down."""
     provider: Literal["local"] = Field(description="Hosts on the worker's own machine.", examples=["local"])
     count: int = Field(
         default=2,
@@ -39,6 +41,7 @@ class LocalHosts(Strict):
 class SkyPilotHosts(Strict):
     """Hosts rented through SkyPilot, taken down when the run ends, however it ends."""
 
+    owned: ClassVar = True
     provider: Literal["skypilot"] = Field(description="Hosts rented through SkyPilot.", examples=["skypilot"])
     count: int = Field(
         default=2,
@@ -102,6 +105,7 @@ class SkyPilotHosts(Strict):
 class ExistingHosts(Strict):
     """A Ray cluster that is already running and stays: the run owns its job, not the hosts."""
 
+    owned: ClassVar = False
     provider: Literal["existing"] = Field(description="A Ray cluster that stays.", examples=["existing"])
     count: int = Field(
         default=2,
@@ -114,10 +118,8 @@ class ExistingHosts(Strict):
         description="The cluster's Jobs API: https, or http on loopback (the end of a tunnel).",
         examples=["http://127.0.0.1:8265", "https://ray.example.org:8265"],
     )
-    token_file: AbsolutePath | None = Field(
-        default=None,
-        description="A file (mode 0600) on the worker's machine with the cluster's token. Absent: the token "
-        "that the deployment's secret gives for the run.",
+    token_file: AbsolutePath = Field(
+        description="A file (mode 0600) with the cluster's token, at this path on every worker's machine.",
         examples=["/run/secrets/ray-token"],
     )
     device: Device = Field(default="cpu", description="What the workers train on.", examples=["cpu", "cuda"])

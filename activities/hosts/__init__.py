@@ -41,12 +41,12 @@ class AbsenceUnknown(HostsError):
 
 
 class HostsProvider(Protocol):
-    """One way to get hosts. Implementations: `activities.hosts.local`."""
+    """One way to get hosts. Implementations: `activities.hosts.local`, `activities.hosts.existing`."""
 
     name: str
 
-    def context(self) -> str:
-        """Where this provider's names mean something; part of every claim, compared again at release."""
+    def context(self, order: HostsOrder) -> str:
+        """Where the names of this order's claims mean something; part of every claim, compared again at release."""
         ...
 
     def check(self, order: HostsOrder) -> list[str]:

@@ -99,8 +99,8 @@ class LocalHosts:
         self._service = list(service)
         self._environ = os.environ if environ is None else environ
 
-    def context(self) -> str:
-        """This machine (whatever boot), this user, this home."""
+    def context(self, order: HostsOrder) -> str:
+        """This machine (whatever boot), this user, this home, whatever the order."""
         machine = hashlib.sha256(plans.machine_id().encode()).hexdigest()[:12]
         return f"machine {machine} ({socket.gethostname()}), user {getpass.getuser()} ({os.geteuid()}), {self._home}"
 
@@ -150,7 +150,7 @@ class LocalHosts:
                 kind=kind,
                 name=name,
                 provider=self.name,
-                context=self.context(),
+                context=self.context(order),
                 run_id=order.identity.run_id,
                 holder=f"worker {os.getpid()} on {socket.gethostname()}",
                 send_window_s=SEND_WINDOW_S,
@@ -202,7 +202,7 @@ class LocalHosts:
             found = proof.prove(
                 order,
                 provider=self.name,
-                context=self.context(),
+                context=self.context(order),
                 cluster=order.identity.run_key,
                 endpoint=endpoint,
                 read=self._read,
@@ -218,7 +218,9 @@ class LocalHosts:
         """The dashboard on the head's own loopback address, with the run's token."""
         plan = plans.read_plan(self._directory(order))
         if plan is None:
-            raise HostsNotReady(f"there are no hosts of {order.identity.run_key} on this machine ({self.context()})")
+            raise HostsNotReady(
+                f"there are no hosts of {order.identity.run_key} on this machine ({self.context(order)})"
+            )
         token = run_token(self._secret, order.identity.run_key)
         yield Endpoint(url=f"http://{plan.addresses[0]}:{plan.ports[1]}", token=token)
 
@@ -228,7 +230,7 @@ class LocalHosts:
         `service`: SIGTERM to the hosting services, each of which ends what it started; SIGKILL to marked processes
         that are left. `cluster`: the same for any latecomer, then Ray's directories, orders and tokens are removed.
         """
-        self._check_context(claim)
+        self._check_context(claim, order)
         began = time.monotonic()
         directory = self._directory(order)
         plan, problems = None, []
@@ -265,7 +267,7 @@ class LocalHosts:
 
     def remaining(self, claim: Claim, order: HostsOrder) -> list[str]:
         """See `HostsProvider.remaining`."""
-        self._check_context(claim)
+        self._check_context(claim, order)
         plan = plans.read_plan(self._directory(order))
         found = [str(each) for each in self._census(order, plan).take()]
         if claim.kind == "cluster" and plan is not None:
@@ -320,7 +322,7 @@ class LocalHosts:
             if not os.path.lexists(directory):
                 raise
             check_private_directory(directory)  # an earlier launch made it, or it is what it must not be
-        write_mark(directory, Mark(context=self.context(), hosts=order))
+        write_mark(directory, Mark(context=self.context(order), hosts=order))
 
     def _census(self, order: HostsOrder, plan: plans.Plan | None) -> Census:
         return _census_of(self._directory(order), plan)
@@ -445,11 +447,11 @@ class LocalHosts:
 
     # -- release
 
-    def _check_context(self, claim: Claim) -> None:
-        if claim.provider != self.name or claim.context != self.context():
+    def _check_context(self, claim: Claim, order: HostsOrder) -> None:
+        if claim.provider != self.name or claim.context != self.context(order):
             raise WrongContext(
                 f"{claim.id} was claimed at {claim.provider} on {claim.context}; this worker is {self.name} on "
-                f"{self.context()}. Run a worker there, as that user and with that LANYARD_HOME, to release it"
+                f"{self.context(order)}. Run a worker there, as that user and with that LANYARD_HOME, to release it"
             )
 
     def _remove(self, directory: Path, plan: plans.Plan | None) -> tuple[int, list[str]]:

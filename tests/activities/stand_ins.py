@@ -82,7 +82,7 @@ class HostsStandIn:
         mine: Any = {self.name: self}
         return Providers(mine)
 
-    def context(self) -> str:
+    def context(self, order: HostsOrder) -> str:
         return "here"
 
     def check(self, order: HostsOrder) -> list[str]:
@@ -96,7 +96,7 @@ class HostsStandIn:
 
     def prove(self, order: HostsOrder, progress: Progress) -> Hosts:
         self._do("prove")
-        return Hosts(provider=self.name, context=self.context(), cluster="c", hosts=())
+        return Hosts(provider=self.name, context=self.context(order), cluster="c", hosts=())
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         return [claim("cluster", order.identity.run_key)]

@@ -141,7 +141,7 @@ class OneProvider:
     def __init__(self, url: str) -> None:
         self.url = url
 
-    def context(self) -> str:
+    def context(self, order: HostsOrder) -> str:
         return "here"
 
     @contextmanager

@@ -72,7 +72,7 @@ def test_hosts_are_found_from_their_launch_to_their_release_and_not_after(home: 
     hosts = provider(home)
     hosts.launch(order, yes, say)
     found = hosts.inventory(LIMIT)
-    assert found == Inventory(marked=(Mark(context=hosts.context(), hosts=order),))
+    assert found == Inventory(marked=(Mark(context=hosts.context(order), hosts=order),))
     prove(hosts, order)
     assert hosts.inventory(LIMIT) == found
     service = hosts.claims(order)[1]
@@ -240,7 +240,7 @@ def test_a_copied_home_says_that_it_was_made_elsewhere(home: Path, order: HostsO
     shutil.copytree(home / "home", home / "copy")
     copied = LocalHosts(home / "copy", b"a secret")
     [mark] = copied.inventory(LIMIT).marked
-    assert mark.context == provider(home).context() != copied.context()
+    assert mark.context == provider(home).context(order) != copied.context(order)
 
 
 def test_somebody_else_s_processes_and_files_are_neither_listed_nor_touched(home: Path, order: HostsOrder) -> None:

@@ -273,7 +273,7 @@ class Place:
     before_a_lease: Callable[[], Awaitable[None]] = field(default=nothing_first)
     """Awaited when a look asks for a lease: after its inventory was read and the custody described."""
 
-    def context(self) -> str:
+    def context(self, order: HostsOrder) -> str:
         return "test"
 
     def claims(self, order: HostsOrder) -> list[Claim]:

@@ -50,7 +50,10 @@ RENTED: dict[str, Any] = {
         "accept_licence": True,
     },
 }
-ATTACHED: dict[str, Any] = {**LOCAL, "hosts": {"provider": "existing", "endpoint": "http://127.0.0.1:8265"}}
+ATTACHED: dict[str, Any] = {
+    **LOCAL,
+    "hosts": {"provider": "existing", "endpoint": "http://127.0.0.1:8265", "token_file": "/run/secrets/ray-token"},
+}
 SCRIPT: dict[str, Any] = {
     **LOCAL,
     "workload": {
