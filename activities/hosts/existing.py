@@ -143,7 +143,8 @@ def _options(order: HostsOrder) -> ExistingOptions:
     try:
         return ExistingOptions.model_validate(order.options)
     except ValidationError as error:
-        raise HostsFailed(f"hosts: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        raise HostsFailed(f"hosts.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _ask(endpoint: Endpoint, what: Callable[[Jobs], Awaitable[T]]) -> T:

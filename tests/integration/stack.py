@@ -150,7 +150,9 @@ class Stack:
             self._others.remove(process)
 
     def namespace(self, name: str) -> None:
-        """Make it, and wait until it can be used."""
+        """Make it unless it is there, and wait until it can be used."""
+        if name in self.namespaces:
+            return
         self.cli("operator", "namespace", "create", "--namespace", name, "--retention", "1d")
         self.namespaces.append(name)
         ends = time.monotonic() + 30 * PATIENCE
@@ -189,11 +191,11 @@ class Stack:
         told = self.asked(*(*command, "--workflow-id", f"{self.mark}-{name}", "--namespace", namespace, *parts, *given))
         return Started(told["workflowId"], told["runId"], namespace)
 
-    def train(self, name: str, run: Mapping[str, Any]) -> Started:
+    def train(self, name: str, run: Mapping[str, Any], namespace: str = "default") -> Started:
         """`temporal workflow start --input-file`, as the README says."""
         path = self.scratch.parent / f"{name.replace('/', '-')}.json"
         path.write_text(json.dumps(run))
-        return self.begin(name, given=("--input-file", str(path)))
+        return self.begin(name, namespace=namespace, given=("--input-file", str(path)))
 
     def at(self, run: Started) -> tuple[str, ...]:
         return ("--workflow-id", run.workflow_id, "--run-id", run.run_id, "--namespace", run.namespace)
