@@ -79,7 +79,7 @@ class Prepared:
 def prepared(stack: Stack) -> Iterator[Prepared]:
     """Its storage credentials are in its nodes' environment, as its owner put them there."""
     # Not pytest's own directory: the sockets below it need a short path.
-    scratch = Path("/tmp", f"pc-{secrets.token_hex(4)}")  # noqa: S108
+    scratch = Path("/tmp", f"pc-{secrets.token_hex(4)}")
     scratch.mkdir(mode=0o700)
     storage = {name: value for name, value in stack.env.items() if name.startswith("AWS_")}
     python = str(environment.interpreter(environment.path()))
