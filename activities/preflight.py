@@ -15,12 +15,14 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.heartbeat import Heart, beating, in_thread
+from activities.hosts import Plan
 from activities.hosts.reach import Providers
 from activities.jobs import package
 from activities.storage import Storage, StorageError
 from activities.verification import Application
 from workflows import activity_names
 from workflows.evidence import Cleared, Deployment, Identity, PreflightOrder, ResumePoint
+from workflows.policy import budget_lasts_s
 from workflows.spec import RunSpec, ScriptWorkload
 from workflows.workloads import RegressionWorkload
 
@@ -70,12 +72,14 @@ class Preflight:
             problems = await in_thread(self._threads, provider.check, order.hosts)
             if problems:
                 _refuse("hosts: " + "; ".join(problems))
+            plan = await in_thread(self._threads, provider.plan, order.hosts)
+            self._affordable(order.spec, plan)
             resume = await self._resume(order.spec, heart)
             await self._own(order.identity)
             return Cleared(
                 conditional_writes=conditional,
-                price_per_hour=0.0,
-                plan=f"{order.hosts.count} {order.hosts.provider} hosts, {order.hosts.device}",
+                price_per_hour=plan.price_per_hour,
+                plan=plan.text,
                 resume=resume,
             )
 
@@ -158,6 +162,15 @@ class Preflight:
         except StorageError as error:
             return error.code in ("PreconditionFailed", "412", "ConditionalRequestConflict")
         return False
+
+    def _affordable(self, spec: RunSpec, plan: Plan) -> None:
+        """A budget that is spent before the hosts need to be there buys nothing."""
+        lasts = budget_lasts_s(spec.limits.budget, plan.price_per_hour)
+        if lasts is not None and lasts < spec.limits.provision:
+            _refuse(
+                f"limits.budget: {spec.limits.budget:g} US dollars last {lasts / 60:.0f} minutes at "
+                f"{plan.price_per_hour:.2f} an hour ({plan.text}), less than limits.provision; raise limits.budget"
+            )
 
     def _source(self, workload: ScriptWorkload) -> None:
         try:

@@ -32,7 +32,7 @@ with workflow.unsafe.imports_passed_through():
         UnspokenOrder,
     )
     from workflows.orders import MAX_EXTENSION_S
-    from workflows.policy import KEEPER_GRACE_S
+    from workflows.policy import BUDGET_GRACE_S, KEEPER_GRACE_S, budget_lasts_s
     from workflows.stories import outlive
 
 KEPT_FROM_THE_START = "kept-from-the-start"
@@ -54,6 +54,7 @@ class Custody:
         self._due: str | None = self._refusal or self._order.due or None
         self._keeper: asyncio.Task[None] | None = None
         self._lends = False
+        self._spent_at: float | None = None
         self._record: Release | None = None
         self._struggle = ""
 
@@ -81,6 +82,9 @@ class Custody:
         until = workflow.time() + claim.send_window_s + claim.longest_request_s
         self._windows.setdefault(claim.id, {})[claim.attempt] = until
         held = self._claims[claim.id] = self._with_window(claim)
+        lasts = budget_lasts_s(self._order.budget, claim.price_per_hour)
+        if lasts is not None and self._spent_at is None:
+            self._spent_at = workflow.time() + lasts
         if self._keeper is None:  # before KEPT_FROM_THE_START, or claimed in custody's first task
             self._keeper = asyncio.create_task(self._keep())
         elif not self._lends:
@@ -141,6 +145,7 @@ class Custody:
             "state": self._record.cleanup if self._record else ("releasing" if self._due else "held"),
             "reason": self._due,
             "deadline": self._deadline,
+            "budget_spent_at": self._spent_at,
             "struggle": self._struggle,
         }
 
@@ -151,6 +156,28 @@ class Custody:
         return claim.model_copy(update={"may_appear_until": until})
 
     async def _until_release_is_due(self) -> None:
+        spending = asyncio.create_task(self._mind_the_budget())
+        try:
+            await self._until_due_by_time()
+        finally:
+            spending.cancel()
+
+    async def _mind_the_budget(self) -> None:
+        """Have the run aborted when its hosts have cost what they may; a run that does not follow is released."""
+        await workflow.wait_condition(lambda: self._spent_at is not None)
+        assert self._spent_at is not None
+        await workflow.sleep(max(0.0, self._spent_at - workflow.time()), summary="the budget")
+        spent = f"the budget of {self._order.budget:g} US dollars is spent"
+        identity = self._order.identity
+        run = workflow.get_external_workflow_handle(identity.workflow_id, run_id=identity.run_id)
+        try:
+            await run.signal("abort", spent)
+            await workflow.sleep(BUDGET_GRACE_S, summary="for the run to end by itself")
+        except FailureError:
+            workflow.logger.info("the run closed before it could be told that its budget is spent")
+        self._due = self._due or spent
+
+    async def _until_due_by_time(self) -> None:
         while self._due is None:
             left = self._deadline - workflow.time()
             if left <= 0:
@@ -283,7 +310,13 @@ class Custody:
         state = self._record.cleanup if self._record else ("releasing" if self._due else "held")
         workflow.set_current_details(
             presentation.custody_details(
-                self._order, tuple(self._claims.values()), state, self._due, self._struggle, self._record
+                self._order,
+                tuple(self._claims.values()),
+                state,
+                self._due,
+                self._struggle,
+                self._record,
+                self._spent_at,
             )
         )
         presentation.show_attributes(

@@ -56,6 +56,8 @@ class Claim(Frozen):
     """The claimant sends nothing later than this after it asked for the claim."""
     longest_request_s: float
     """The longest the provider may take to act on a request it has already received."""
+    price_per_hour: float = 0.0
+    """US dollars, of everything that is claimed here, from the claim on."""
     may_appear_until: float = 0.0
     """Set by custody on its own clock: a proof of absence before this is not final."""
 
@@ -86,6 +88,8 @@ class HostsOrder(Frozen):
     lease_s: float
     not_after_s: float
     """Hard end of every hosting service, counted from its start."""
+    price_per_hour: float = 0.0
+    """US dollars, of all hosts together, as preflight found it."""
 
 
 class Mark(Frozen):
@@ -358,6 +362,8 @@ class CustodyOrder(Frozen):
     hosts: HostsOrder
     deadline: float
     """Absolute; `extend` moves it. Release begins then at the latest, also when the run is stuck."""
+    budget: float | None = None
+    """US dollars that claimed hosts may cost; then the run is aborted. None: no limit."""
     search_attributes: tuple[str, ...] = ()
     claims: tuple[Claim, ...] = ()
     """What is held to begin with: an orphan's, handed over by the reaper."""

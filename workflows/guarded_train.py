@@ -154,6 +154,7 @@ class GuardedTrain:
             identity=identity,
             hosts=hosts,
             deadline=custody_deadline(self._progress.deadline, 0.0, spec.limits.teardown),
+            budget=spec.limits.budget,
             search_attributes=self._progress.deployment.search_attributes,
         )
         # Not the child's own handle: the server delivers nothing through it once the run was reset.
@@ -193,6 +194,8 @@ class GuardedTrain:
         )
 
     async def _provision(self, spec: RunSpec, hosts: HostsOrder) -> None:
+        assert self._progress.cleared
+        hosts = hosts.model_copy(update={"price_per_hour": self._progress.cleared.price_per_hour})
         limit = spec.limits.provision
         self._enter("provision")
         await self._unless_stopped(self._launch(spec, hosts), limit, "provision")

@@ -9,6 +9,9 @@ from workflows.evidence import Claim, Commit, NotApplicable, Suspect, Sweep
 MILESTONES = 8
 """How often a watch returns by progress alone. Bounds the history whatever a run's length (design: at most 20)."""
 
+BUDGET_GRACE_S = 180.0
+"""How long a run that spent its budget may take to save its logs and ask for its release, before custody releases."""
+
 KEEPER_GRACE_S = 120.0
 """How long custody waits, after it released, for the run to close before it closes itself."""
 
@@ -47,6 +50,11 @@ def lease_renewal_s(lease_s: float) -> float:
 def custody_deadline(now: float, run_s: float, teardown_s: float) -> float:
     """Custody's own absolute deadline: the run's limit and its teardown, counted from the run's start."""
     return now + run_s + teardown_s
+
+
+def budget_lasts_s(budget: float | None, price_per_hour: float) -> float | None:
+    """How long hosts may be held, from their claim on; None for ever."""
+    return None if budget is None or price_per_hour <= 0 else 3600 * budget / price_per_hour
 
 
 def orphans(first: Sweep, second: Sweep) -> tuple[Suspect, ...]:

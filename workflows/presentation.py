@@ -66,6 +66,9 @@ def run_details(progress: Progress, stopping: str = "") -> str:
     ]
     if not ended:
         lines.append(f"| run deadline | {clock(told['deadline'])} (`extend` moves it) |")
+    if cleared := progress.cleared:
+        price = f", {cleared.price_per_hour:.2f} US dollars an hour" if cleared.price_per_hour else ""
+        lines.append(f"| hosts | {cleared.plan}{price} |")
     lines += [
         f"| artifacts | `{told['storage'] or '—'}` |",
         f"| custody (releases everything) | workflow `{told['custody'] or '—'}` |",
@@ -92,6 +95,7 @@ def custody_details(
     due: str | None,
     struggle: str,
     record: Release | None,
+    spent_at: float | None = None,
 ) -> str:
     """Custody's page: what is held or released, why, and what is still there."""
     lines = [
@@ -101,6 +105,9 @@ def custody_details(
         "the run ends. Do not terminate this workflow: it is what stops the billing.",
         "",
     ]
+    if spent_at and not due:
+        budget = f"The budget of {order.budget:g} US dollars lasts until {clock(spent_at)}; then the run is aborted."
+        lines += [budget, ""]
     if struggle:
         lines += [f"**Still there:** {struggle}", "", "Retried until it is proved gone; the pending activity says why."]
     lines += ["| claimed | provider | may appear until |", "|---|---|---|"]

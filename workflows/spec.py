@@ -100,6 +100,14 @@ class Limits(Strict):
         examples=["60m"],
         json_schema_extra={"default": "60m"},
     )
+    budget: float | None = Field(
+        default=None,
+        gt=0,
+        le=1_000_000,
+        description="US dollars that the hosts may cost, at the provider's price, from their claim on. When they are "
+        "spent the run is aborted; its last commit stays. Absent: no limit but the other ones.",
+        examples=[40],
+    )
 
 
 class Resume(Strict):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from activities.jobs import Endpoint
@@ -40,6 +41,16 @@ class AbsenceUnknown(HostsError):
     """It cannot be told whether something is left. Unknown is not absent."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What an order comes to."""
+
+    text: str
+    """For people: how many hosts, of what, where."""
+    price_per_hour: float = 0.0
+    """US dollars, of all hosts together."""
+
+
 class HostsProvider(Protocol):
     """One way to get hosts. Implementations: `activities.hosts.local`, `activities.hosts.existing`."""
 
@@ -51,6 +62,11 @@ class HostsProvider(Protocol):
 
     def check(self, order: HostsOrder) -> list[str]:
         """Everything that can be found wrong before anything is paid for; one clear message each."""
+        ...
+
+    def plan(self, order: HostsOrder) -> Plan:
+        """What would be created, and its price. Asked after `check` found nothing wrong; creates nothing. Raises
+        HostsError."""
         ...
 
     def claims(self, order: HostsOrder) -> list[Claim]:

@@ -15,7 +15,16 @@ from typing import Any, Final, TypeVar
 import httpx
 from pydantic import ValidationError
 
-from activities.hosts import AbsenceUnknown, HostsError, HostsFailed, HostsNotReady, MaySend, Progress, WrongContext
+from activities.hosts import (
+    AbsenceUnknown,
+    HostsError,
+    HostsFailed,
+    HostsNotReady,
+    MaySend,
+    Plan,
+    Progress,
+    WrongContext,
+)
 from activities.jobs import Endpoint, Jobs, JobsError
 from trainer.private import NotPrivate, read_private_file
 from workflows.evidence import Claim, Frozen, HostFacts, Hosts, HostsOrder, Inventory, StepTaken
@@ -62,6 +71,10 @@ class ExistingHosts:
         if order.device == "cuda" and len([each for each in nodes.values() if _gpus(each)]) < order.count:
             problems.append(f"the cluster at {options.endpoint} does not offer a GPU on {order.count} of its nodes")
         return problems
+
+    def plan(self, order: HostsOrder) -> Plan:
+        """See `HostsProvider.plan`. What somebody else's hosts cost is theirs."""
+        return Plan(f"{order.count} workers on the cluster at {_options(order).endpoint}, {order.device}")
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         """None: the hosts are somebody else's."""

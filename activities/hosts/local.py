@@ -33,6 +33,7 @@ from activities.hosts import (
     HostsFailed,
     HostsNotReady,
     MaySend,
+    Plan,
     Progress,
     WrongContext,
     proof,
@@ -140,6 +141,10 @@ class LocalHosts:
                 f"{order.count} local hosts with CUDA need a GPU each; this machine has {len(plans.gpus())}"
             )
         return problems
+
+    def plan(self, order: HostsOrder) -> Plan:
+        """See `HostsProvider.plan`. This machine is there anyway."""
+        return Plan(f"{order.count} local hosts, {order.device}")
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         """The cluster (addresses, directories) and the service (the processes)."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from temporalio.exceptions import ApplicationError
 
+from activities.hosts import Plan
 from activities.preflight import AMBIENT, Preflight
 from activities.storage import Fetched, StorageError
 from activities.verification import Application
@@ -284,6 +285,26 @@ async def test_all_problems_of_the_hosts_are_told_at_once() -> None:
     hosts = HostsStandIn()
     hosts.problems = ["hosts.cpus: 0 is too few", "hosts.count: 9 is too many"]
     assert await refused(Objects(), hosts=hosts) == "hosts: hosts.cpus: 0 is too few; hosts.count: 9 is too many"
+
+
+@pytest.mark.parametrize(
+    ("price", "limits", "words"),
+    [
+        (120.0, {"budget": 30}, "30 US dollars last 15 minutes at 120.00 an hour (2 of 8), less than limits.provision"),
+        (120.0, {"budget": 40}, ""),
+        (120.0, {"budget": 30, "provision": "10m"}, ""),
+        (120.0, {}, ""),
+        (0.0, {"budget": 0.01}, ""),
+    ],
+)
+async def test_a_budget_must_last_until_the_hosts_are_there(price: float, limits: dict[str, Any], words: str) -> None:
+    hosts = HostsStandIn()
+    hosts.offer = Plan("2 of 8", price)
+    if words:
+        assert words in await refused(Objects(), hosts=hosts, limits=limits)
+    else:
+        cleared = await preflight(Objects(), hosts=hosts, limits=limits)
+        assert (cleared.plan, cleared.price_per_hour) == ("2 of 8", price)
 
 
 async def test_a_provider_that_this_worker_does_not_have_is_refused() -> None:

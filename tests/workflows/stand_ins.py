@@ -200,6 +200,7 @@ class World:
     touched: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     first_run_id: str = ""
+    price_per_hour: float = 0.0
 
     @property
     def key(self) -> str:
@@ -231,9 +232,9 @@ class World:
         behave = self.script.get(name)
         return await behave(order, usual) if behave else await usual()
 
-    async def touch(self, identity: Identity, kind: ClaimKind, name: str) -> None:
+    async def touch(self, identity: Identity, kind: ClaimKind, name: str, **changes: Any) -> None:
         """Claim, then create or adopt: what every mutating activity does."""
-        wanted = a_claim(identity, kind, name)
+        wanted = a_claim(identity, kind, name, **changes)
         async with claimed(self.client, identity, wanted) as permit:
             permit.check()
             if wanted.id not in self.exists:
@@ -343,7 +344,7 @@ class StandIns:
     @activity.defn(name=names.PREFLIGHT)
     async def preflight(self, order: PreflightOrder) -> Cleared:
         async def usual(world: World) -> Cleared:
-            return Cleared(conditional_writes=True, price_per_hour=0.0, plan="2 local hosts")
+            return Cleared(conditional_writes=True, price_per_hour=world.price_per_hour, plan="2 local hosts")
 
         done: Cleared = await self._play(names.PREFLIGHT, order, order.identity.workflow_id, usual)
         return done
@@ -351,7 +352,8 @@ class StandIns:
     @activity.defn(name=names.LAUNCH)
     async def launch(self, order: HostsOrder) -> None:
         async def usual(world: World) -> None:
-            await world.touch(order.identity, "cluster", order.identity.run_key)
+            key, price = order.identity.run_key, order.price_per_hour
+            await world.touch(order.identity, "cluster", key, price_per_hour=price)
 
         await self._play(names.LAUNCH, order, order.identity.workflow_id, usual)
 

@@ -70,7 +70,7 @@ class Guarded:
         return await custodys_word(self.world)
 
 
-async def guard(world: World, *, lasts_s: float = 3600.0, queue: str = NOBODY) -> Guarded:
+async def guard(world: World, *, lasts_s: float = 3600.0, queue: str = NOBODY, budget: float | None = None) -> Guarded:
     begun = await world.client.start_workflow("Nothing", id=world.workflow_id, task_queue=queue)
     assert begun.first_execution_run_id is not None
     world.first_run_id = begun.first_execution_run_id
@@ -85,7 +85,7 @@ async def guard(world: World, *, lasts_s: float = 3600.0, queue: str = NOBODY) -
         storage=run_root("s3://lanyard/runs", world.key),
     )
     hosts = HostsOrder(identity=identity, provider="local", count=2, device="cpu", lease_s=3600, not_after_s=7200)
-    order = CustodyOrder(identity=identity, hosts=hosts, deadline=time.time() + lasts_s)
+    order = CustodyOrder(identity=identity, hosts=hosts, deadline=time.time() + lasts_s, budget=budget)
     custody = await world.client.start_workflow(Custody.run, order, id=identity.custody_id, task_queue=RUN_QUEUE)
     run = world.client.get_workflow_handle(world.workflow_id, run_id=world.first_run_id)
     return Guarded(world, run, custody, identity, hosts)
@@ -280,6 +280,47 @@ async def test_it_releases_at_its_deadline_though_the_run_is_stuck_failing_its_t
     assert world.orders(names.REPORT_UNSPOKEN) == []
     await keep_history(guarded.custody, "custody-past-its-deadline")
     await guarded.run.terminate()
+
+
+async def aborts_sent_to(guarded: Guarded) -> list[str]:
+    told = [event.workflow_execution_signaled_event_attributes for event in (await guarded.run.fetch_history()).events]
+    return [each.input.payloads[0].data.decode() for each in told if each.signal_name == "abort"]
+
+
+async def test_a_run_whose_budget_is_spent_is_told_to_abort_and_released_when_it_does_not(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is spent before hosts are claimed; claiming again, or a job, begins no new budget."""
+    monkeypatch.setattr("workflows.custody.BUDGET_GRACE_S", 3.0)
+    guarded = await guard(world, budget=2.0)
+    assert (await guarded.state())["budget_spent_at"] is None
+    await guarded.claim(price_per_hour=3600.0)
+    spent_at = (await guarded.state())["budget_spent_at"]
+    assert time.time() < spent_at <= time.time() + 2
+    await guarded.claim(price_per_hour=1.0)
+    await guarded.claim("job", "j")
+    assert (await guarded.state())["budget_spent_at"] == spent_at
+
+    async def told() -> bool:
+        return bool(await aborts_sent_to(guarded))
+
+    await until(told, "the run is told")
+    assert time.time() >= spent_at
+    assert (await guarded.state())["state"] == "held"
+    assert await aborts_sent_to(guarded) == ['"the budget of 2 US dollars is spent"']
+
+    async def due() -> bool:
+        return bool((await guarded.state())["state"] == "clean")
+
+    await until(due, "the run had its time")
+    assert (await guarded.word()).reason == "the budget of 2 US dollars is spent"
+
+
+async def test_hosts_that_cost_nothing_spend_no_budget(world: World) -> None:
+    guarded = await guard(world, budget=0.001)
+    await guarded.claim()
+    assert (await guarded.state())["budget_spent_at"] is None
+    await guarded.word()
 
 
 async def test_a_moved_deadline_counts_and_is_kept_in_the_memo_for_the_lease(world: World) -> None:

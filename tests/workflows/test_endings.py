@@ -163,6 +163,22 @@ async def test_after_a_terminate_custody_releases_and_writes_the_report(stopped:
         assert order.identity.run_id == world.first_run_id
 
 
+async def test_a_run_that_has_spent_its_budget_ends_aborted_and_says_so(world: World, keep_history: Keep) -> None:
+    """Held in training, at a price at which its budget lasts for two seconds."""
+    world.price_per_hour = 3600.0
+    world.script[names.WATCH] = hold = Hold()
+    run = await world.start({**FULL, "limits": {"budget": 2}})
+    await soon(hold.reached.wait())
+    ending = await ending_of(run)
+    assert (ending.status, ending.verdict and ending.verdict.outcome) == ("completed", "aborted")
+    assert ending.verdict
+    assert ending.verdict.message.startswith("aborted as asked: the budget of 2 US dollars is spent")
+    assert ending.verdict.cleanup == "clean"
+    await custodys_word(world)
+    await keep_history(run, "run-budget-spent")
+    await keep_history(world.custody, "custody-budget-spent")
+
+
 # Twice, and too late -------------------------------------------------------------------------------------------------
 
 

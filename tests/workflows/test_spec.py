@@ -171,6 +171,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, object, str, str]] = [
     (ATTACHED, "hosts/endpoint", "https://[::1", "hosts.endpoint", "is not an address"),
     (ATTACHED, "hosts/endpoint", "https://", "hosts.endpoint", "is not an address"),
     (ATTACHED, "hosts/endpoint", "127.0.0.1:8265", "hosts.endpoint", "is not an address"),
+    (ATTACHED, "hosts/token_file", GONE, "hosts.token_file", "is missing: add it"),
     (ATTACHED, "hosts/token_file", "token", "hosts.token_file", "an absolute path"),
     (ATTACHED, "hosts/token_file", "/a/../b", "hosts.token_file", "no '..' part"),
     # storage
@@ -281,6 +282,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, object, str, str]] = [
     (LOCAL, "parity", 1, "parity", "true or false"),
     # limits
     (LOCAL, "limits", "60m", "limits", "must be a JSON object"),
+    (LOCAL, "limits/budget", 0, "limits.budget", "must be above 0"),
+    (LOCAL, "limits/budget", -1, "limits.budget", "must be above 0"),
+    (LOCAL, "limits/budget", "40", "limits.budget", "without quotation marks"),
+    (LOCAL, "limits/budget", True, "limits.budget", "must be a number"),
+    (LOCAL, "limits/budget", 1e9, "limits.budget", "must be at most 1000000"),
+    (LOCAL, "limits/budget", float("nan"), "limits.budget", "a finite number"),
     (LOCAL, "limits/run", 3600, "limits.run", "text with its unit"),
     (LOCAL, "limits/run", None, "limits.run", "text with its unit"),
     (LOCAL, "limits/run", True, "limits.run", "text with its unit"),
