@@ -66,7 +66,7 @@ class Drill(Strict):
 
 
 class Limits(Strict):
-    """How long each part may take, as text such as "1h30m"."""
+    """How long each part may take, as text such as "1h30m", and what all of it may cost."""
 
     # Seconds in Python; run.json and everything that is serialized have the text.
 
@@ -161,7 +161,7 @@ class RunSpec(Strict):
     )
     limits: Limits = Field(
         default_factory=Limits,
-        description="How long each part may take.",
+        description="How long each part may take, and what the hosts may cost.",
         examples=[{"run": "60m", "stall": "5m"}],
     )
     resume: Resume | None = Field(

@@ -516,6 +516,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
         "run": "1h",
         "teardown": "15m",
         "lease": "1h",
+        "budget": None,
     }
     assert (spec.limits.provision, spec.limits.run) == (1_200, 3_600)
     assert spec.parity is False
