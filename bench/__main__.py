@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench import durability, overhead, recovery, steady
-from bench.figure import Experiment, Measured, judge, table, write
+from bench.figure import Experiment, Measured, judge, table, update, write
 from bench.lab import Lab, Trouble, lab
 from trainer import environment
 from trainer.private import NotPrivate
@@ -62,14 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only:
         measured = [each for each in measured if each.figure.name in options.only]
     table(measured, console)
-    whole = not options.only and all(len(each.samples) >= each.least for each in measured)
-    if options.output is None and not whole:
-        console.print(f"{RESULTS} is left as it was: it holds all figures, of at least {LEAST_PAIRS} pairs")
+    if options.output is not None:
+        write(measured, options.output)
+        console.print(f"wrote {options.output}")
     else:
-        target = options.output or RESULTS
-        write(measured, target)
-        console.print(f"wrote {target}")
+        enough = [each for each in measured if len(each.samples) >= each.least]
+        update(enough, RESULTS, order=[figure.name for experiment in EXPERIMENTS for figure in experiment.figures])
+        console.print(f"wrote {len(enough)} figures to {RESULTS}" + kept(len(measured) - len(enough)))
     return 1 if any(each.holds is False for each in measured) else 0
+
+
+def kept(few: int) -> str:
+    """What is said of figures with too few samples."""
+    return f"; {few} with fewer than {LEAST_PAIRS} samples are there as they were" if few else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--only", action="append", choices=names, metavar="NAME", help="only this figure (and again for more)"
     )
     found.add_argument("--pairs", type=int, choices=range(1, 21), default=LEAST_PAIRS, metavar="N", help="default 3")
-    found.add_argument("--output", type=Path, metavar="FILE", help="write this instead, whatever was measured")
+    found.add_argument("--output", type=Path, metavar="FILE", help="write this instead, however few the samples")
     return found
 
 

@@ -27,7 +27,7 @@ from workflows.activity_names import WATCH
 from workflows.timeouts import HEARTBEAT, WATCH_QUEUE
 
 ENDLESS: Final = {"steps": 200_000, "checkpoint_interval": 2000}
-LONG: Final = {"steps": 4800, "checkpoint_interval": 4}
+LONG: Final = {"steps": 16_000, "checkpoint_interval": 8}
 """Minutes: each interval takes a report, about a second."""
 DRILL: Final = {"kind": "worker", "after_step": 400}
 KILLS: Final = 10

@@ -129,8 +129,20 @@ def table(measured: Sequence[Measured], console: Console) -> None:
 
 
 def write(measured: Sequence[Measured], path: Path) -> None:
-    """Write results.json: a list of {figure, value, unit, bar, holds, samples}."""
-    rows = [
+    """Write a list of {figure, value, unit, bar, holds, samples}."""
+    _write(_rows(measured), path)
+
+
+def update(measured: Sequence[Measured], path: Path, order: Sequence[str]) -> None:
+    """Replace these figures in results.json and keep the others, in this order; figures that are no more are left
+    out."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    rows = {row["figure"]: row for row in (*old, *_rows(measured))}
+    _write([rows[name] for name in order if name in rows], path)
+
+
+def _rows(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    return [
         {
             "figure": each.figure.name,
             "value": each.value,
@@ -141,6 +153,9 @@ def write(measured: Sequence[Measured], path: Path) -> None:
         }
         for each in measured
     ]
+
+
+def _write(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
