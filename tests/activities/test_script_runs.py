@@ -15,6 +15,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.checkpoints import DamagedRecord, commits_of
 from activities.drill import Drill
+from activities.hosts import Plan
 from activities.hosts.reach import Providers
 from activities.jobs import package
 from activities.preflight import Preflight
@@ -254,6 +255,9 @@ class Ready:
 
     def check(self, order: Any) -> list[str]:
         return []
+
+    def plan(self, order: Any) -> Plan:
+        return Plan("hosts")
 
 
 async def cleared(tools: Tools, tmp_path: Path, **changes: Any) -> Cleared:
