@@ -13,6 +13,7 @@ LAST_LINES: Final = 6
 LONGEST_LINE: Final = 300
 _ERROR: Final = re.compile(r"(?:\S+\.)?[a-z_]\w*(?:error|exception|failure|exit)\b.*|.*\berror:.*", re.IGNORECASE)
 """No repetition inside a repetition: a line of dots would keep the watcher's event loop busy for years."""
+_KEEPER: Final = re.compile(r"lease keeper: (not started|stopped): ")
 _EXIT: Final = re.compile(r"exit code (-?\d+)")
 LONGEST_LAST: Final = 160
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
@@ -50,11 +51,12 @@ def killed_by(message: str) -> str:
 
 
 def last_error(log: str) -> str:
-    """The last line that names an error, else the last lines."""
+    """The lease keeper's word where it ended the job; else the last line that names an error; else the last lines."""
     lines = [line.strip()[:LONGEST_LINE] for line in _COLOUR.sub("", log).splitlines() if line.strip()]
-    for line in reversed(lines):
-        if _ERROR.match(line):
-            return line
+    for telling in (_KEEPER, _ERROR):
+        for line in reversed(lines):
+            if telling.match(line):
+                return line
     return " | ".join(lines[-LAST_LINES:])[:LONGEST_LINE]
 
 

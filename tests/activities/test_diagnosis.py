@@ -30,6 +30,11 @@ HEALTHY = "every node is alive and nothing waits for resources: see the training
         ("torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
         ("(Worker pid=7) error: no space left\nbye", "(Worker pid=7) error: no space left"),
         ("SystemExit: 3\nbye", "SystemExit: 3"),
+        (
+            "ValueError: x\nlease keeper: stopped: lease expired: not renewed for 120 s\nConnectionError: bye",
+            "lease keeper: stopped: lease expired: not renewed for 120 s",
+        ),
+        ("(Worker pid=7) lease keeper: stopped: no\nKeyError: 1", "KeyError: 1"),
         ("no errors so far\nstep 5", "no errors so far | step 5"),
         ("1\n2\n3\n4\n5\n6\n7", "2 | 3 | 4 | 5 | 6 | 7"),
     ],
