@@ -470,7 +470,7 @@ def serve(order: Order) -> int:
         observe=lambda: storage.observe_lease(store, bucket_path),
         put_receipt=lambda data: storage.put_once(store, receipt_path, data),
         command=ray_node.command(Path(sys.executable), order),
-        ask=lambda token: ray_node.node_id(order, token),
+        ask=ray_node.asker(order, Path(sys.executable)),
     ).run()
 
 
