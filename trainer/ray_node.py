@@ -170,7 +170,11 @@ def asker(order: Mapping[str, Any], python: Path) -> Callable[[str], str | None]
 
     A dashboard on the head's loopback is out of a worker's reach.
     """
-    if order["role"] == "worker" and _is_loopback(order["ray"]["dashboard_host"]) and not _is_loopback(order["address"]):
+    if (
+        order["role"] == "worker"
+        and _is_loopback(order["ray"]["dashboard_host"])
+        and not _is_loopback(order["address"])
+    ):
         return _GcsAsker(order, python)
     return lambda token: node_id(order, token)
 

@@ -75,8 +75,9 @@ def main() -> int:
     except (BadHost, NotPrivate, OSError) as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
         return REFUSED
-    print(f"host {index} of {len(addresses)}: {order['address']} on {order['interface']}, {base}", flush=True)
-    _become(base / "order.json", keys)
+    else:
+        print(f"host {index} of {len(addresses)}: {order['address']} on {order['interface']}, {base}", flush=True)
+        _become(base / "order.json", keys)
 
 
 def read_host(path: Path) -> dict[str, Any]:

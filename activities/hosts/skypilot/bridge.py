@@ -53,7 +53,7 @@ class SkyPilot:
 
     python: Path
     home: Path
-    endpoint: str | None = None
+    endpoint: str | None = field(default=None, repr=False)
     """A remote API server's. None: a server of this home, on this machine, started when it is needed."""
     port: int = 0
     """The local server's; 0: one that follows from the home."""

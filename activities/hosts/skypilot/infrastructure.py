@@ -1,8 +1,8 @@
 """What the infrastructure itself says of a run's hosts: SkyPilot's table is no proof of anything.
 
 Slurm is asked on its login node, with the same ssh entry that SkyPilot uses (`.slurm/config` in SkyPilot's home) and
-nothing else of SkyPilot's, so this works with its API server dead. A job is a run's when its name is the cluster's (with
-the user's hash that SkyPilot adds) *and* its comment is exactly the run's mark. The name alone proves nothing.
+nothing else of SkyPilot's, so this works with its API server dead. A job is a run's when its name is the cluster's
+(with the user's hash that SkyPilot adds) *and* its comment is exactly the run's mark. The name alone proves nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ LONGEST_ANSWER: Final = 16 * 2**20
 SEPARATOR: Final = "\x1f"
 COLUMNS: Final = "%i", "%T", "%j", "%R", "%k"
 OVER: Final = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT REVOKED".split()
+    {
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT", "REVOKED"),
+    }
 )
 """States of Slurm in which a job holds nothing. COMPLETING is none of them."""
 LOOKS_LIKE_OURS: Final = re.compile(r"ly-[a-z0-9-]*[0-9a-f]{10}-[A-Za-z0-9-]+")
@@ -76,9 +79,7 @@ class Slurm:
 
     def jobs(self) -> list[SlurmJob]:
         """Every job of this user that Slurm still knows, ended ones for some minutes too. Raises AbsenceUnknown."""
-        return parse(
-            self._run(["squeue", "--me", "--noheader", "--states=all", f"--format={SEPARATOR.join(COLUMNS)}"])
-        )
+        return parse(self._run(["squeue", "--me", "--noheader", "--states=all", f"--format={SEPARATOR.join(COLUMNS)}"]))
 
     def of(self, order: HostsOrder) -> Found:
         """The jobs that have the run's name. Raises AbsenceUnknown."""

@@ -73,7 +73,7 @@ def plan(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def launch(told: dict[str, Any]) -> dict[str, Any]:
-    """Send one launch. It goes on without us: the request's id is for whoever waits, the cluster's name for the rest."""
+    """Send one launch. It goes on without us: the request's id is for who waits, the cluster's name for the rest."""
     import sky
     from sky.client import sdk
 

@@ -134,8 +134,8 @@ class SkyPilotHosts:
         problems = self._check_keys()
         if cluster not in known_slurms(self._sky.home):
             problems.append(
-                f"hosts.infra: {cluster} is not in {self._sky.home / '.slurm' / 'config'}, where SkyPilot and the proof "
-                "of absence look for it; add a Host entry for its login node"
+                f"hosts.infra: {cluster} is not in {self._sky.home / '.slurm' / 'config'}, where SkyPilot and the "
+                "proof of absence look for it; add a Host entry for its login node"
             )
             return problems
         try:
@@ -293,7 +293,9 @@ class SkyPilotHosts:
     def _refuse_strangers(self, found: Found) -> None:
         for each in (*found.unmarked, *found.foreign):
             if not each.over:
-                raise HostsFailed(f"{each} has this run's name and not its mark ({each.comment or 'none'}); not touched")
+                raise HostsFailed(
+                    f"{each} has this run's name and not its mark ({each.comment or 'none'}); not touched"
+                )
 
     def _service(self, order: HostsOrder, queue: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the service task is under way. Raises HostsFailed where it is over."""
