@@ -13,7 +13,6 @@ from activities.hosts import HostsProvider
 from activities.jobs import Endpoint
 from workflows.evidence import HostsOrder
 
-
 HINTS: Final = {"skypilot": ". Build SkyPilot's environment with `make skypilot` and start the worker again"}
 
 
