@@ -75,9 +75,15 @@ class Site:
     def queue(self) -> list[str]:
         """Every job of Slurm that is not over, of whatever user, with its name and comment."""
         asked = ["squeue", "--noheader", "--format=%i %T %j %k"]
-        return subprocess.run(
-            asked, env={**os.environ, "SLURM_CONF": str(self.base / "slurm/slurm.conf")}, **_TOLD
-        ).stdout.splitlines()
+        told = subprocess.run(
+            asked,
+            env={**os.environ, "SLURM_CONF": str(self.base / "slurm/slurm.conf")},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+        return told.stdout.splitlines()
 
     def left(self) -> dict[str, list[str]]:
         """What is on the nodes that is not theirs: processes, listeners, files."""
@@ -105,10 +111,6 @@ class Site:
         )
         assert answer.returncode == 0, f"slurm.sh {' '.join(asked)}: {answer.stderr[-2000:]}"
         return answer.stdout
-
-
-_CAUGHT = {"capture_output": True, "text": True}
-_TOLD = {"capture_output": True, "text": True, "check": True, "timeout": 20}
 
 
 @contextlib.contextmanager

@@ -153,8 +153,5 @@ def test_two_hosts_up_proved_reached_and_released_with_nothing_left(site: Site, 
 
 
 def _files_with(place: Path, secret: str) -> list[str]:
-    return [
-        str(each)
-        for each in place.rglob("*")
-        if each.is_file() and not each.is_symlink() and secret.encode() in each.read_bytes()
-    ]
+    files = (each for each in place.rglob("*") if each.is_file() and not each.is_symlink())
+    return [str(each) for each in files if secret.encode() in each.read_bytes()]
