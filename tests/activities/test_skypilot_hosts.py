@@ -302,7 +302,7 @@ def test_a_launch_under_way_is_followed_and_not_sent_again(world: World) -> None
         (
             {"look": look(service="FAILED"), "log": {"text": "a\nrefused: x"}},
             HostsFailed,
-            "ended .FAILED.: a / refused",
+            "ended .FAILED.: a / ref",
         ),
         ({"look": {**look(), "version": "0.13.0"}}, HostsFailed, "is 0.13.0"),
     ],

@@ -105,9 +105,10 @@ class Site:
         answer = subprocess.run(
             [str(SCRIPT), *asked],
             env={**os.environ, **self._given},
-            timeout=within_s,
             stdin=subprocess.DEVNULL,
-            **_CAUGHT,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
         )
         assert answer.returncode == 0, f"slurm.sh {' '.join(asked)}: {answer.stderr[-2000:]}"
         return answer.stdout
