@@ -242,10 +242,11 @@ def _connection(values: Mapping[str, str]) -> ClientConnectConfig:
 
 
 def _skypilot(values: Mapping[str, str]) -> SkyPilotSettings | None:
-    python = _path(values, "LANYARD_SKYPILOT_PYTHON")
-    if python is None and not os.access(python := CHECKOUT / ".venv-skypilot" / "bin" / "python", os.X_OK):
-        return None
+    named = _path(values, "LANYARD_SKYPILOT_PYTHON")
+    python = named or CHECKOUT / ".venv-skypilot" / "bin" / "python"
     if not os.access(python, os.X_OK):
+        if named is None:
+            return None
         raise SettingsError(f"LANYARD_SKYPILOT_PYTHON: {python} cannot be run. Build it with `make skypilot`.")
     environments = values.get("LANYARD_SKYPILOT_ENVIRONMENTS", "")
     if environments and not re.fullmatch(r"/[A-Za-z0-9._/@+-]{1,1000}", environments):

@@ -294,7 +294,7 @@ class SkyPilotHosts:
         for each in (*found.unmarked, *found.foreign):
             if not each.over:
                 raise HostsFailed(
-                    f"{each} has this run's name and not its mark ({each.comment or 'none'}); not touched"
+                    f"{each} has this run's name and not its mark (but {each.comment or 'none'}); it is not touched"
                 )
 
     def _service(self, order: HostsOrder, queue: Sequence[Mapping[str, Any]]) -> bool:
