@@ -156,12 +156,20 @@ def verify(root: Path | None = None, *, requirements: Path = REQUIREMENTS) -> di
 def _check_owner(target: Path) -> None:
     """Ours alone; or root's, for everybody to use and nobody else to change (`ensure --shared`). Raises NotPrivate."""
     found = os.lstat(target)
-    if found.st_uid != 0 or os.geteuid() == 0 or not stat.S_ISDIR(found.st_mode):
-        check_private_directory(target, opened=os.geteuid() == 0)
+    shared = found.st_uid == 0 and stat.S_ISDIR(found.st_mode) and _is_shared(target)
+    if not shared or os.geteuid() == 0:
+        check_private_directory(target, opened=shared)
         return
     if found.st_mode & 0o022:
         raise NotPrivate(f"{target} is root's and can be written by others: chmod go-w {target}")
     check_parents(target)
+
+
+def _is_shared(target: Path) -> bool:
+    try:
+        return bool(os.lstat(target / RECORD).st_mode & 0o004)
+    except OSError:
+        return False
 
 
 def share(target: Path) -> None:

@@ -217,7 +217,7 @@ def fine(world: World) -> None:
     world.answers(
         server={"client": VERSION, "server": VERSION},
         enabled={"enabled": True, "clouds": ["slurm"]},
-        plan={"where": "slurm/netns", "accelerators": {}, "price_per_hour": 0.0},
+        plan={"accelerators": {}},
     )
 
 

@@ -56,7 +56,10 @@ def enabled(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def plan(told: dict[str, Any]) -> dict[str, Any]:
-    """What SkyPilot would take for the task: where, which accelerator in its own spelling, the price of all hosts."""
+    """Whether SkyPilot could place the task, which raises where it could not, and the accelerator in its own spelling.
+
+    Of the plan itself its API server gives nothing back but a table of text (`/optimize` ignores the return value).
+    """
     import sky
     from sky.client import sdk
 
@@ -64,12 +67,8 @@ def plan(told: dict[str, Any]) -> dict[str, Any]:
         task = sky.Task.from_yaml_config(told["task"])
     if not dag.tasks:
         dag.add(task)
-    best = sdk.get(sdk.optimize(dag)).tasks[0].best_resources
-    return {
-        "where": str(best.infra.formatted_str()),
-        "accelerators": {name: float(count) for name, count in (best.accelerators or {}).items()},
-        "price_per_hour": float(best.get_cost(3600)) * task.num_nodes,
-    }
+    sdk.get(sdk.optimize(dag))
+    return {"accelerators": {name: float(n) for each in task.resources for name, n in (each.accelerators or {}).items()}}
 
 
 def launch(told: dict[str, Any]) -> dict[str, Any]:
