@@ -7,8 +7,10 @@ import hashlib
 import os
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +153,38 @@ def s3_for(site: Site, place: Path) -> Iterator[dict[str, str]]:
     finally:
         server.terminate()
         server.wait(20)
+
+
+@contextlib.contextmanager
+def forwarded(address: str, port: int, far: int) -> Iterator[str]:
+    """What listens on `far` of this machine's loopback, for the nodes too; yields its URL there."""
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", far), timeout=30) as other:
+                other.settimeout(None)
+                back = threading.Thread(target=_copy, args=(other, self.request), daemon=True)
+                back.start()
+                _copy(self.request, other)
+                back.join(30)
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+        daemon_threads = True
+        block_on_close = False
+
+    with Server((address, port), Forward) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://{address}:{port}"
+        server.shutdown()
+
+
+def _copy(one: socket.socket, other: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := one.recv(65536):
+            other.sendall(data)
+    with contextlib.suppress(OSError):
+        other.shutdown(socket.SHUT_WR)
 
 
 def _free_block(first: int) -> int:

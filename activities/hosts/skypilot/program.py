@@ -68,7 +68,9 @@ def plan(told: dict[str, Any]) -> dict[str, Any]:
     if not dag.tasks:
         dag.add(task)
     sdk.get(sdk.optimize(dag))
-    return {"accelerators": {name: float(n) for each in task.resources for name, n in (each.accelerators or {}).items()}}
+    return {
+        "accelerators": {name: float(n) for each in task.resources for name, n in (each.accelerators or {}).items()}
+    }
 
 
 def launch(told: dict[str, Any]) -> dict[str, Any]:
