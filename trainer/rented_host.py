@@ -65,12 +65,11 @@ def main() -> int:
         host = read_host(brought / "host.json")
         index, addresses = whoami(os.environ, host["count"])
         keys = read_keys(brought / "storage.json")
-        token = read_private_file(brought / "token", "the run's token")
+        read_private_file(brought / "token", "the run's token")
         # Node-local: on Slurm the home is one directory for all nodes.
         base = Path(f"/tmp/{host['stem']}-{index}")  # noqa: S108 (fresh, 0700, below a sticky directory)
         create_private_directory(base)
-        write_private_file(base / "token", token)
-        order = host_order(host, index, addresses, base)
+        order = host_order(host, index, addresses, base, brought / "token")
         write_private_file(base / "order.json", json.dumps(order, indent=1).encode())
     except (BadHost, NotPrivate, OSError) as error:
         print(f"refused: {error}", file=sys.stderr, flush=True)
@@ -120,7 +119,7 @@ def whoami(environ: Mapping[str, str], count: int) -> tuple[int, list[str]]:
     return int(rank), listed
 
 
-def host_order(host: Mapping[str, Any], index: int, addresses: list[str], base: Path) -> dict[str, Any]:
+def host_order(host: Mapping[str, Any], index: int, addresses: list[str], base: Path, token: Path) -> dict[str, Any]:
     """The order of `trainer.hosting` for this host."""
     store, shared = object_store(Path("/dev/shm"))  # noqa: S108
     first = host["first_port"]
@@ -134,7 +133,7 @@ def host_order(host: Mapping[str, Any], index: int, addresses: list[str], base: 
         "private_dir": str(base / "p"),
         "temp_dir": str(base / "t"),
         "shared_memory_dir": f"/dev/shm/{base.name}" if shared else "",  # noqa: S108
-        "token_file": str(base / "token"),
+        "token_file": str(token),
         "address": addresses[index],
         "interface": interface_of(addresses[index]),
         "gpus": gpus(os.environ) if host["device"] == "cuda" else [],

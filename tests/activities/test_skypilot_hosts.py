@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from activities.hosts import AbsenceUnknown, HostsFailed, HostsNotReady, WrongContext
-from activities.hosts.skypilot import task
+from activities.hosts.skypilot import provider, task
 from activities.hosts.skypilot.bridge import VERSION, BridgeError, NoSkyPilot, SkyPilot
 from activities.hosts.skypilot.infrastructure import SEPARATOR, known_slurms, parse, slurm_of, sort
 from activities.hosts.skypilot.provider import SkyPilotHosts
@@ -46,6 +46,7 @@ class Cluster:
     """Slurm: its queue, and what was asked of it. `down` answers nothing."""
 
     jobs: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     down: bool = False
 
@@ -53,7 +54,11 @@ class Cluster:
         if self.down:
             raise AbsenceUnknown("the login node does not answer")
         self.asked.append(" ".join(command[:1] if command[0] == "squeue" else command))
-        if command[0] == "scancel":
+        if "--steps" in command:
+            return "\n".join(self.steps)
+        if command[0] == "scancel" and "." in command[-1]:
+            self.steps = [each for each in self.steps if each.split(SEPARATOR)[0] != command[-1]]
+        elif command[0] == "scancel":
             self.jobs = [each for each in self.jobs if each.split(SEPARATOR)[0] != command[-1]]
         return "\n".join(self.jobs)
 
@@ -354,11 +359,24 @@ def going_down(world: World) -> dict[str, Any]:
     return {"known": True, "status": "SUCCEEDED", "message": ""}
 
 
+def hosts_end(world: World) -> None:
+    """The hosts, which find the word in storage."""
+    inner = world.slurm.run
+
+    def run(command: Sequence[str]) -> str:
+        if task.end_uri(IDENTITY.storage) in world.objects:
+            world.slurm.steps = []
+        return inner(command)
+
+    world.slurm.run = run  # type: ignore[method-assign]
+
+
 def test_release_goes_from_the_task_to_the_cluster_and_forgets_the_secrets(world: World, tmp_path: Path) -> None:
     launches(world)
     world.hosts.launch(ORDER, world.may_send, say)
+    world.slurm.steps = [f"7.3{SEPARATOR}sky-1"]
+    hosts_end(world)
     world.answers(
-        cancel_service={"known": True, "jobs": [{"id": 1, "name": SERVICE, "status": "CANCELLED", "over": True}]},
         cancel_launches={"cancelled": []},
         down=lambda: going_down(world),
     )
@@ -372,19 +390,27 @@ def test_release_goes_from_the_task_to_the_cluster_and_forgets_the_secrets(world
     assert not (tmp_path / "home/skypilot-runs" / IDENTITY.run_key).exists()
 
 
-def test_with_skypilot_dead_the_exact_job_is_ended_at_slurm_and_no_other(world: World) -> None:
+def test_with_skypilot_dead_the_exact_step_and_job_are_ended_at_slurm_and_no_other(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead = NoSkyPilot("ApiServerConnectionError", "refused")
     world.answers(cancel_service=dead, cancel_launches=dead, down=dead)
     others = [job("8", comment="somebody"), job("9", name="train"), job("10", name="ly-x-0123456780-0a1b2c3d")]
     world.slurm.jobs = [job("7"), *others]
-    assert not world.hosts.release(claim(world, "service"), ORDER, say).ok
+    world.slurm.steps = [SEPARATOR.join(each) for each in (("7.3", "sky-1"), ("7.batch", "batch"), ("8.3", "sky-1"))]
+    monkeypatch.setattr(provider, "ASKED_S", 0.0)
+    monkeypatch.setattr(provider, "CANCELLED_S", 0.0)
+    task_ended = world.hosts.release(claim(world, "service"), ORDER, say)
+    assert task_ended.ok
+    assert task.end_uri(IDENTITY.storage) in world.objects
+    assert "Slurm told to end step 7.3" in task_ended.detail
+    assert len(world.slurm.steps) == 2
     step = world.hosts.release(claim(world, "cluster"), ORDER, say)
     assert step.ok, step
     assert "Slurm told to end job 7" in step.detail
     assert world.slurm.jobs == others
-    assert [each for each in world.slurm.asked if each.startswith("scancel")] == [
-        f"scancel --name={CLUSTER}-0a1b2c3d 7"
-    ]
+    ended = [each for each in world.slurm.asked if each.startswith("scancel")]
+    assert ended == ["scancel 7.3", f"scancel --name={CLUSTER}-0a1b2c3d 7"]
 
 
 def test_skypilot_is_not_asked_to_take_down_what_has_our_name_and_is_not_ours(world: World) -> None:

@@ -34,6 +34,9 @@ OVER: Final = frozenset(
 """States of Slurm in which a job holds nothing. COMPLETING is none of them."""
 LOOKS_LIKE_OURS: Final = re.compile(r"ly-[a-z0-9-]*[0-9a-f]{10}-[A-Za-z0-9-]+")
 
+TASK: Final = re.compile(r"sky-\d+")
+"""The name of the step in which SkyPilot runs a task of its queue."""
+
 Run = Callable[[Sequence[str]], str]
 """Runs a command where Slurm is asked; returns what it printed. Raises AbsenceUnknown."""
 
@@ -84,6 +87,18 @@ class Slurm:
     def of(self, order: HostsOrder) -> Found:
         """The jobs that have the run's name. Raises AbsenceUnknown."""
         return sort(self.jobs(), order)
+
+    def tasks(self, job: SlurmJob) -> list[str]:
+        """Ids of this job's steps that run a task of SkyPilot's queue. Raises AbsenceUnknown."""
+        told = self._run(["squeue", "--steps", "--me", "--noheader", f"--format=%i{SEPARATOR}%j"])
+        steps = [line.split(SEPARATOR) for line in told.split("\n") if line]
+        if any(len(each) != 2 for each in steps):
+            raise AbsenceUnknown(f"squeue said what cannot be read: {told[:200]!r}")
+        return [step for step, name in steps if step.startswith(f"{job.id}.") and TASK.fullmatch(name)]
+
+    def cancel_task(self, step: str) -> None:
+        """End one step, at once: Slurm sends its processes SIGKILL and nothing before it (measured)."""
+        self._run(["scancel", step])
 
     def cancel(self, job: SlurmJob) -> None:
         """End exactly this job: its id, and the name that it had when it was looked at."""

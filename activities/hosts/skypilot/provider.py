@@ -57,8 +57,12 @@ ANSWER_S: Final = 120.0
 """One question to SkyPilot, the start of its local API server (17 to 43 s) included."""
 FOLLOW_S: Final = 6 * 3600.0
 """The longest launch that is waited for: `limits.provision` is at most this."""
+ASKED_S: Final = 30.0
+"""From the word in storage to the end of the hosts: they look every 2 s, and Ray gets 6 s to end its own."""
 CANCEL_S: Final = 60.0
 """From SkyPilot's cancel of the service task to its end (measured: 7 to 13 s)."""
+CANCELLED_S: Final = 10.0
+"""From a cancel to the end of the step."""
 DOWN_S: Final = 150.0
 """What `down` may take (measured: 10 to 45 s) before the infrastructure is told directly."""
 GONE_S: Final = 60.0
@@ -387,23 +391,46 @@ class SkyPilotHosts:
     def release(self, claim: Claim, order: HostsOrder, progress: Progress) -> StepTaken:
         """See `HostsProvider.release`.
 
-        `service`: SkyPilot's cancel of exactly that task, waited for: a cluster that is taken down under a running
-        service leaves its processes for a while. `cluster`: launches in flight are cancelled, SkyPilot takes the
-        cluster down, and what Slurm still shows of exactly this run is ended there.
+        `service`: the hosts end themselves, else SkyPilot cancels exactly that task, else Slurm ends its step; a
+        cluster that is taken down under a running service leaves its processes for a while. `cluster`: launches in
+        flight are cancelled, SkyPilot takes the cluster down, and what Slurm still shows of this run is ended there.
         """
         self._check_context(claim, order)
         began = time.monotonic()
         if claim.kind == "service":
-            action, (ok, detail) = "cancel the service task", self._cancel_service(order)
+            action, (ok, detail) = "end the service task", self._end_service(order, progress)
         else:
             action, (ok, detail) = "take the cluster down", self._take_down(order, progress)
         return StepTaken(
             claim=claim.id, action=action, ok=ok, detail=detail, seconds=round(time.monotonic() - began, 3)
         )
 
-    def _cancel_service(self, order: HostsOrder) -> tuple[bool, str]:
-        if not self._look_at_infra(order).live:
-            return True, "Slurm has no job of this run, so no task runs"
+    def _end_service(self, order: HostsOrder, progress: Progress) -> tuple[bool, str]:
+        """A cancel on Slurm is SIGKILL, and leaves what is in memory and on disk to a site's epilog. So the hosts are
+        asked first, by a word in storage, where they look anyway."""
+        if not self._tasks(order):
+            return True, "no task of this run runs"
+        progress("asking the hosts to end")
+        said: list[str] = []
+        try:
+            self._write(task.end_uri(order.identity.storage), b"{}")
+        except HostsNotReady as error:
+            said.append(str(error))
+        else:
+            if not self._tasks_after(order, ASKED_S):
+                return True, "the hosts ended themselves"
+            said.append(f"the hosts did not end themselves within {ASKED_S:.0f} s")
+        said.append(self._cancel_service(order))
+        if steps := self._tasks_after(order, CANCELLED_S):
+            slurm = self._slurm_of(order)
+            for step in steps:
+                slurm.cancel_task(step)
+            said.append(f"Slurm told to end step {', '.join(steps)}")
+        left = self._tasks_after(order, CANCELLED_S)
+        said += [f"step {each} withstands" for each in left]
+        return not left, "; ".join(said)
+
+    def _cancel_service(self, order: HostsOrder) -> str:
         key = order.identity.run_key
         try:
             told = self._sky.call(
@@ -414,12 +441,21 @@ class SkyPilotHosts:
                 seconds=CANCEL_S,
             )
         except BridgeError as error:
-            return False, f"SkyPilot could not cancel it ({_reason(error)}); it ends with the cluster"
+            return f"SkyPilot could not cancel it ({_reason(error)[:300]})"
         if not told["known"]:
-            return False, "SkyPilot does not know the cluster; the task ends with it"
-        left = [each for each in told["jobs"] if not each["over"]]
-        said = ", ".join(f"task {each['id']} {each['status']}" for each in told["jobs"]) or "no such task"
-        return not left, said
+            return "SkyPilot does not know the cluster"
+        return ", ".join(f"task {each['id']} {each['status']}" for each in told["jobs"]) or "SkyPilot has no such task"
+
+    def _tasks(self, order: HostsOrder) -> list[str]:
+        slurm = self._slurm_of(order)
+        return [step for each in slurm.of(order).live for step in slurm.tasks(each)]
+
+    def _tasks_after(self, order: HostsOrder, seconds: float) -> list[str]:
+        """The steps that are left when they all are gone, or the time is."""
+        deadline = time.monotonic() + seconds
+        while (left := self._tasks(order)) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return left
 
     def _take_down(self, order: HostsOrder, progress: Progress) -> tuple[bool, str]:
         cluster = task.cluster_name(order.identity.run_key)

@@ -83,6 +83,11 @@ def mark_uri(storage: str) -> str:
     return f"{storage}/hosts/mark.json"
 
 
+def end_uri(storage: str) -> str:
+    """What has every host of the run end itself, once the tombstone stands (`trainer.hosting.END`)."""
+    return f"{storage}/hosts/end.json"
+
+
 def brought_to(run_key: str) -> str:
     """The directory on a host that SkyPilot brings, as the task's shell names it."""
     return f"~/.lanyard/{cluster_name(run_key)}"
