@@ -4,8 +4,8 @@
 
 It ends, and takes every descendant along, when it is told to (SIGTERM, or `hosts/end.json`), when it finds the run's
 tombstone, when the run's lease runs out, when its hard `not_after` has passed, and when its Ray node dies; nothing is
-started without a live lease. An outage of storage that is shorter than the lease stops nothing. What it is doing, and why it ended, is
-in `service.json` in its private directory.
+started without a live lease. An outage of storage that is shorter than the lease stops nothing. What it is doing, and
+why it ended, is in `service.json` in its private directory.
 
 The first half is standard library only: private directory, application environment. The process then becomes (exec,
 same pid) one of the application's interpreter, for the storage client.

@@ -175,7 +175,7 @@ def asker(order: Mapping[str, Any], python: Path) -> Callable[[str], str | None]
         and _is_loopback(order["ray"]["dashboard_host"])
         and not _is_loopback(order["address"])
     ):
-        return _GcsAsker(order, python)
+        return GcsAsker(order, python)
     return lambda token: node_id(order, token)
 
 
@@ -186,30 +186,30 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-class _GcsAsker:
+class GcsAsker:
     """`trainer.node_lookup` in the application's interpreter: started at the first question, read without waiting."""
 
     def __init__(self, order: Mapping[str, Any], python: Path) -> None:
         self._order, self._python = order, python
-        self._output: int | None = None
+        self.output: int | None = None
         self._read = b""
         self._not_before = 0.0
 
     def __call__(self, token: str) -> str | None:
         """The node id once the GCS shows the node alive, None before. Raises PermissionError as `node_id` does."""
-        if self._output is None:
+        if self.output is None:
             if time.monotonic() < self._not_before:
                 return None
             self._not_before = time.monotonic() + 2.0
-            self._output = self._start()
+            self.output = self._start()
         try:
-            while piece := os.read(self._output, 4096):
+            while piece := os.read(self.output, 4096):
                 self._read += piece
         except BlockingIOError:
             return None
         # It ended. Whoever reaps this process's children has its exit status; what it wrote says as much.
-        os.close(self._output)
-        said, self._output, self._read = self._read.decode(errors="replace").split(), None, b""
+        os.close(self.output)
+        said, self.output, self._read = self._read.decode(errors="replace").split(), None, b""
         if said == [NODE_REFUSED]:
             raise PermissionError(
                 f"Ray at {gcs_address(self._order)} refuses this run's token: another cluster has that address, or "

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 
 from activities.hosts.skypilot.bridge import SkyPilot
 
@@ -86,6 +87,26 @@ class Site:
             timeout=20,
         )
         return told.stdout.splitlines()
+
+    def epilog(self) -> str:
+        """What Slurm's epilog found at the end of the last job, on each node, and removed."""
+        found = []
+        for node in (f"n{each + 1}" for each in range(NODES)):
+            text = (self.base / "log" / f"epilog.{node}").read_text()
+            found.append(text[text.rindex(f"{node}, job") :])
+        return "".join(found)
+
+    def kill_api_server(self) -> int:
+        """SkyPilot's API server and everything below it; how many processes."""
+        port = self.first_port + 80
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.pid]
+        server = next(each.pid for each in listening if each.laddr and each.laddr.port == port)
+        tree = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+        for each in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(tree, 10)
+        return len(tree)
 
     def left(self) -> dict[str, list[str]]:
         """What is on the nodes that is not theirs: processes, listeners, files."""

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import boto3
 import httpx
 import pytest
 
-from activities.hosts import HostsNotReady, WrongContext
+from activities.hosts import HostsFailed, HostsNotReady, WrongContext
 from activities.hosts.skypilot import task
+from activities.hosts.skypilot.bridge import SkyPilot
 from activities.hosts.skypilot.provider import SkyPilotHosts
 from activities.token import run_token
 from tests.hosts.site import INFRA, Site
-from workflows.evidence import Hosts, HostsOrder, Identity
+from workflows.evidence import Hosts, HostsOrder, Identity, StepTaken
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1200)]
 
@@ -70,6 +72,31 @@ def ordered(slug: str) -> HostsOrder:
     return HostsOrder(
         identity=identity, provider="skypilot", count=2, device="cpu", options=OPTIONS, lease_s=900, not_after_s=1800
     )
+
+
+def tombstone(storage: Any, order: HostsOrder) -> None:
+    """As custody raises it before it releases."""
+    storage.put_object(
+        Bucket="lanyard", Key=f"runs/{order.identity.run_key}/custody/tombstone.json", Body=b'{"schema": 1}'
+    )
+
+
+def release(hosts: SkyPilotHosts, storage: Any, order: HostsOrder, say: Said) -> list[StepTaken]:
+    """As custody does: last first, each step tried, then the proof that nothing is left."""
+    tombstone(storage, order)
+    steps = []
+    for claim in reversed(hosts.claims(order)):
+        steps.append(hosts.release(claim, order, say))
+        say(f"released {claim.kind}: {steps[-1].seconds:.1f} s, {steps[-1].detail}")
+    assert [hosts.remaining(claim, order) for claim in hosts.claims(order)] == [[], []]
+    return steps
+
+
+def nothing_is_left(site: Site, hosts: SkyPilotHosts, say: Said) -> None:
+    assert site.queue() == []
+    assert site.wait_until_clean(30) == {}
+    assert hosts.inventory(10).marked == ()
+    say("clean")
 
 
 def lease(storage: Any, order: HostsOrder) -> None:
@@ -135,21 +162,62 @@ def test_two_hosts_up_proved_reached_and_released_with_nothing_left(site: Site, 
             assert secret not in commands
             assert _files_with(site.base / "home", secret) == []
 
-        elsewhere = SkyPilotHosts(tmp_path / "home", SECRET, site.sky.__class__(site.python, tmp_path / "other"))
+        elsewhere = SkyPilotHosts(tmp_path / "home", SECRET, SkyPilot(site.python, tmp_path / "other"))
         with pytest.raises(WrongContext):
             elsewhere.release(hosts.claims(order)[0], order, say)
+        known = tmp_path / "home/skypilot-runs/known_hosts" / name
+        before = known.read_text()
+        known.write_text(f"{name} {(site.base / 'home/.ssh/slurm_ed25519.pub').read_text()}")
+        with pytest.raises(HostsNotReady, match="not the one of before"), hosts.endpoint(order):
+            pass
+        known.write_text(before)
+        say("another host key refused")
     finally:
-        steps = []
-        for claim in reversed(hosts.claims(order)):
-            steps.append(hosts.release(claim, order, say))
-            say(f"released {claim.kind}: {steps[-1].seconds:.1f} s, {steps[-1].detail}")
+        steps = release(hosts, storage, order, say)
     assert all(step.ok for step in steps), steps
-    for claim in hosts.claims(order):
-        assert hosts.remaining(claim, order) == []
-    assert site.queue() == []
-    assert site.wait_until_clean(30) == {}
-    assert hosts.inventory(10).marked == ()
-    say("clean")
+    assert steps[0].detail == "the hosts ended themselves"
+    left = site.epilog()
+    print(left)
+    # What SkyPilot leaves to a site's epilog is one thing; of ours there is evidence, and nothing in memory.
+    assert "/dev/shm/ly-" not in left
+    nothing_is_left(site, hosts, say)
+
+
+def test_a_launch_that_is_given_up_half_way_ends_and_leaves_nothing(site: Site, storage: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    order, say = ordered("given-up"), Said()
+    lease(storage, order)
+    hosts = SkyPilotHosts(tmp_path / "home", SECRET, site.sky, environments=site.environments)
+    with ThreadPoolExecutor(1) as pool:
+        launching = pool.submit(hosts.launch, order, lambda: None, say)
+        deadline = time.monotonic() + 120
+        while not site.queue():
+            assert time.monotonic() < deadline
+            assert not launching.done(), launching.exception()
+            time.sleep(0.2)
+        say("Slurm has the job")
+        steps = release(hosts, storage, order, say)
+        with pytest.raises(HostsFailed, match=r"could not launch .*cancelled"):
+            launching.result(60)
+    assert all(step.ok for step in steps), steps
+    assert "1 launches cancelled" in steps[1].detail
+    nothing_is_left(site, hosts, say)
+
+
+def test_with_the_api_server_killed_release_ends_by_itself(site: Site, storage: Any, tmp_path: Path) -> None:
+    """Its whole tree, while the hosts are up."""
+    tmp_path.chmod(0o700)
+    order, say = ordered("server-dead"), Said()
+    lease(storage, order)
+    hosts = SkyPilotHosts(tmp_path / "home", SECRET, site.sky, environments=site.environments)
+    try:
+        hosts.launch(order, lambda: None, say)
+        until_proved(hosts, order, say)
+        say(f"{site.kill_api_server()} processes of the API server killed")
+    finally:
+        steps = release(hosts, storage, order, say)
+    assert all(step.ok for step in steps), steps
+    nothing_is_left(site, hosts, say)
 
 
 def _files_with(place: Path, secret: str) -> list[str]:

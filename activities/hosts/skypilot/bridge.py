@@ -148,7 +148,10 @@ def _answer(reading: int, deadline: float, note: Callable[[str], None], word: Ca
                 raise NoSkyPilot("NoAnswer", f"SkyPilot's program ended without an answer; {word()}")
             *lines, held = (held + piece).split(b"\n")
             for line in lines:
-                told = json.loads(line)
+                try:
+                    told = json.loads(line)
+                except ValueError:
+                    raise NoSkyPilot("NoAnswer", f"SkyPilot's program said what is no JSON; {word()}") from None
                 if "note" in told:
                     note(str(told["note"])[:LONGEST_WORD])
                 elif "error" in told:
