@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -213,6 +214,19 @@ def test_with_the_api_server_killed_release_ends_by_itself(site: Site, storage: 
     try:
         hosts.launch(order, lambda: None, say)
         until_proved(hosts, order, say)
+        with hosts.endpoint(order) as endpoint:
+            right = {"Authorization": f"Bearer {endpoint.token}"}
+            say(f"{site.kill_api_server()} processes of the API server killed")
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"{endpoint.url}/api/jobs/", headers=right, trust_env=False, timeout=10)
+            deadline = time.monotonic() + 120
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    httpx.get(f"{endpoint.url}/api/jobs/", headers=right, trust_env=False).raise_for_status()
+                    break
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+            say("the tunnel is open again")
         say(f"{site.kill_api_server()} processes of the API server killed")
     finally:
         steps = release(hosts, storage, order, say)

@@ -367,8 +367,13 @@ class SkyPilotHosts:
     def endpoint(self, order: HostsOrder) -> Iterator[Endpoint]:
         """The dashboard on the head's own loopback, through a tunnel that lasts as long as the context."""
         key = order.identity.run_key
-        with tunnel(self._entry(order), task.first_port(key) + 1) as port:
+        with tunnel(self._entry(order), task.first_port(key) + 1, revive=self._revive) as port:
             yield Endpoint(url=f"http://127.0.0.1:{port}", token=run_token(self._secret, key))
+
+    def _revive(self) -> None:
+        """The way leads through SkyPilot's API server. A local one that was killed is started by whoever asks it."""
+        with contextlib.suppress(BridgeError):
+            self._sky.call("server", limit_s=ANSWER_S)
 
     def _entry(self, order: HostsOrder) -> Entry:
         cluster = task.cluster_name(order.identity.run_key)

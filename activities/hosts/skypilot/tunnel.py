@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -70,9 +70,14 @@ class Entry:
 
 
 @contextlib.contextmanager
-def tunnel(entry: Entry, remote_port: int, *, open_s: float = OPEN_S) -> Iterator[int]:
-    """The local port, for the length of the block. Raises HostsNotReady where it does not open in time."""
-    keeper = _Keeper(entry, remote_port)
+def tunnel(
+    entry: Entry, remote_port: int, *, open_s: float = OPEN_S, revive: Callable[[], object] = lambda: None
+) -> Iterator[int]:
+    """The local port, for the length of the block. Raises HostsNotReady where it does not open in time.
+
+    ``revive`` is called, in the tunnel's own thread, when the tunnel broke: it may bring back what is on the way.
+    """
+    keeper = _Keeper(entry, remote_port, revive)
     keeper.start()
     try:
         yield keeper.wait(open_s)
@@ -81,9 +86,9 @@ def tunnel(entry: Entry, remote_port: int, *, open_s: float = OPEN_S) -> Iterato
 
 
 class _Keeper(threading.Thread):
-    def __init__(self, entry: Entry, remote_port: int) -> None:
+    def __init__(self, entry: Entry, remote_port: int, revive: Callable[[], object]) -> None:
         super().__init__(name=f"tunnel-{entry.host}", daemon=True)
-        self._entry, self._remote_port = entry, remote_port
+        self._entry, self._remote_port, self._revive = entry, remote_port, revive
         self._port = free_ports(1)[0]
         self._opened, self._stopped = threading.Event(), threading.Event()
         self._word = ""
@@ -109,7 +114,8 @@ class _Keeper(threading.Thread):
                     self._once(said)
                 except OSError as error:
                     self._word = str(error)
-            self._stopped.wait(AGAIN_S)
+            if not self._stopped.wait(AGAIN_S) and not self._refused:
+                self._revive()
 
     def _once(self, said: Any) -> None:
         """One ssh process, from its start to its end."""
