@@ -24,10 +24,11 @@ class Unreachable(Exception):
 
 
 def look(told: dict[str, Any]) -> dict[str, Any]:
-    """What SkyPilot knows of a cluster: its row, its queue where it is up, launches in flight."""
+    """What SkyPilot knows of a cluster: its row, its queue where it is up, launches in flight. With `ssh`, has its ssh
+    entry written too."""
     import sky
 
-    row = _row(told["cluster"])
+    row = _row(told["cluster"], ssh=told["ssh"])
     return {
         "version": sky.__version__,
         "row": row,
@@ -181,10 +182,16 @@ def ssh(told: dict[str, Any]) -> dict[str, Any]:
     return {"config": config if os.path.exists(config) else "", "key": key if os.path.exists(key) else ""}
 
 
-def _row(cluster: str) -> dict[str, Any] | None:
+def _row(cluster: str, ssh: bool = False) -> dict[str, Any] | None:
     from sky.client import sdk
 
-    for each in sdk.get(sdk.status([cluster], all_users=True)):
+    if ssh:
+        from sky.client.cli import command
+
+        found = command._get_cluster_records_and_set_ssh_config([cluster], verbose=True)
+    else:
+        found = sdk.get(sdk.status([cluster], all_users=True))
+    for each in found:
         if each["name"] == cluster:
             handle = each["handle"]
             return {

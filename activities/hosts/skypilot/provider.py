@@ -244,7 +244,7 @@ class SkyPilotHosts:
         cluster = task.cluster_name(order.identity.run_key)
         progress(f"looking for {cluster}")
         self._refuse_strangers(self._look_at_infra(order))
-        found = self._sky.call("look", limit_s=ANSWER_S, cluster=cluster)
+        found = self._sky.call("look", limit_s=ANSWER_S, cluster=cluster, ssh=False)
         if found["version"] != VERSION:
             raise HostsFailed(f"SkyPilot is {found['version']}, this needs {VERSION}")
         if found["launches"]:
@@ -282,7 +282,7 @@ class SkyPilotHosts:
     def _insist_on_launched(self, order: HostsOrder) -> None:
         """The launch's own success is not believed in what matters when everything else fails: mark and autodown."""
         cluster = task.cluster_name(order.identity.run_key)
-        found = self._sky.call("look", limit_s=ANSWER_S, cluster=cluster)
+        found = self._sky.call("look", limit_s=ANSWER_S, cluster=cluster, ssh=True)
         row = found["row"]
         if row is None or not self._service(order, found["queue"]):
             raise HostsNotReady(f"SkyPilot's launch ended, but {cluster} does not run its service task")
@@ -292,7 +292,6 @@ class SkyPilotHosts:
         self._refuse_strangers(infra)
         if len(infra.live) != 1:
             raise HostsFailed(f"Slurm has {len(infra.live)} jobs with the mark of {cluster}, instead of one")
-        self._sky.call("ssh", limit_s=ANSWER_S, cluster=cluster)
 
     def _refuse_strangers(self, found: Found) -> None:
         for each in (*found.unmarked, *found.foreign):
@@ -357,7 +356,7 @@ class SkyPilotHosts:
             if not infra.ours:
                 raise HostsFailed(f"slurm/{slurm_of(task.options_of(order).infra)} no longer has the run's hosts")
         try:
-            found = self._sky.call("look", limit_s=ANSWER_S, cluster=task.cluster_name(key))
+            found = self._sky.call("look", limit_s=ANSWER_S, cluster=task.cluster_name(key), ssh=False)
         except BridgeError:
             return  # hosts live on without it
         if found["queue"]:
