@@ -347,6 +347,37 @@ def test_without_autodown_or_mark_a_launch_is_no_success(world: World) -> None:
         world.hosts.launch(ORDER, world.may_send, say)
 
 
+# -- up
+
+
+@pytest.mark.parametrize(
+    ("jobs", "steps", "service", "words"),
+    [
+        ([], [], "RUNNING", "no longer has the run's hosts"),
+        ([job(state="NODE_FAIL")], [], "RUNNING", "NODE_FAIL .*Slurm has ended the run's hosts"),
+        ([job()], [], "FAILED", r"the service task 1 has ended \(FAILED\): refused"),
+        ([job()], [], "RUNNING", ""),
+        ([job()], ["7.1\x1fsky-1"], "FAILED", ""),
+    ],
+)
+def test_waiting_for_hosts_ends_where_it_is_in_vain(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: list[str],
+    steps: list[str],
+    service: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(provider, "LOOK_AT_SERVICE_S", 0.0)
+    world.slurm.jobs, world.slurm.steps = jobs, steps
+    world.answers(look=look(service=service), log={"text": "refused"})
+    with pytest.raises(HostsFailed if words else HostsNotReady, match=words or "host 0 has not written its receipt"):
+        world.hosts.prove(ORDER, say)
+    world.slurm.down = True
+    with pytest.raises(HostsNotReady if service == "RUNNING" else HostsFailed):
+        world.hosts.prove(ORDER, say)
+
+
 # -- release
 
 

@@ -73,7 +73,7 @@ LONGEST_REQUEST_S: Final = 120.0
 """From the request to Slurm's knowing the job. A launch in flight is cancelled before anything is proved."""
 LOCK_WAIT_S: Final = 120.0
 LOOK_AT_SERVICE_S: Final = 10.0
-"""Between two looks at the service task while the hosts' receipts are awaited: each costs seconds of processor."""
+"""Between two looks at the service task while the hosts' receipts are awaited: each takes a second or two."""
 LOOK_S: Final = 1.0
 
 WriteObject = Callable[[str, bytes], None]
@@ -327,7 +327,12 @@ class SkyPilotHosts:
         progress("looking for the hosts' receipts")
         try:
             proof.receipts(order, self._read)
-            progress("asking Ray for its nodes")
+        except HostsNotReady:
+            if self._may_look(order):
+                self._insist_on_life(order)
+            raise
+        progress("asking Ray for its nodes")
+        try:
             with self.endpoint(order) as endpoint:
                 return proof.prove(
                     order,
@@ -341,26 +346,34 @@ class SkyPilotHosts:
             self._insist_on_life(order)
             raise
 
+    def _may_look(self, order: HostsOrder) -> bool:
+        """Whether it is time for another look at the service: not at the first time either, it has just begun."""
+        key, now = order.identity.run_key, time.monotonic()
+        with self._lock:
+            last = self._looked.setdefault(key, now)
+            if now - last < LOOK_AT_SERVICE_S:
+                return False
+            self._looked = {name: at for name, at in self._looked.items() if now - at < 600.0} | {key: now}
+            return True
+
     def _insist_on_life(self, order: HostsOrder) -> None:
         """Raises HostsFailed where waiting is in vain: the allocation or the service task is over."""
-        key = order.identity.run_key
-        with self._lock:
-            now = time.monotonic()
-            if now - self._looked.get(key, -LOOK_AT_SERVICE_S) < LOOK_AT_SERVICE_S:
-                return
-            self._looked = {name: at for name, at in self._looked.items() if now - at < 600.0} | {key: now}
         with contextlib.suppress(AbsenceUnknown):
-            infra = self._look_at_infra(order)
+            slurm = self._slurm_of(order)
+            infra = slurm.of(order)
             if infra.ours and not infra.live:
                 raise HostsFailed(f"{infra.ours[-1]} ({infra.ours[-1].why}): Slurm has ended the run's hosts")
             if not infra.ours:
-                raise HostsFailed(f"slurm/{slurm_of(task.options_of(order).infra)} no longer has the run's hosts")
-        try:
-            found = self._sky.call("look", limit_s=ANSWER_S, cluster=task.cluster_name(key), ssh=False)
-        except BridgeError:
-            return  # hosts live on without it
-        if found["queue"]:
-            self._service(order, found["queue"])
+                raise HostsFailed(f"slurm/{slurm.cluster} no longer has the run's hosts")
+            if any(slurm.tasks(each) for each in infra.live):
+                return
+        # No task runs: it has not begun, or it has ended and SkyPilot knows how.
+        with contextlib.suppress(BridgeError):
+            found = self._sky.call(
+                "look", limit_s=ANSWER_S, cluster=task.cluster_name(order.identity.run_key), ssh=False
+            )
+            if found["queue"]:
+                self._service(order, found["queue"])
 
     @contextlib.contextmanager
     def endpoint(self, order: HostsOrder) -> Iterator[Endpoint]:
