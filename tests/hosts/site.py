@@ -96,12 +96,15 @@ class Site:
             found.append(text[text.rindex(f"{node}, job") :])
         return "".join(found)
 
-    def kill_api_server(self) -> int:
-        """SkyPilot's API server and everything below it; how many processes."""
+    def kill_api_server(self, *, whole: bool) -> int:
+        """SkyPilot's API server, and with `whole` everything below it; how many processes. Its executors survive its
+        main process, and hold what they hold."""
         port = self.first_port + 80
         listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN and each.pid]
         server = next(each.pid for each in listening if each.laddr and each.laddr.port == port)
-        tree = [psutil.Process(server), *psutil.Process(server).children(recursive=True)]
+        tree = [psutil.Process(server)]
+        if whole:
+            tree += tree[0].children(recursive=True)
         for each in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
