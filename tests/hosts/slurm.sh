@@ -193,7 +193,7 @@ down() {
             ss -ltnH "sport >= :$PB and sport <= :$((PB + 99))"
             ip -br link | grep "^$TAG" || true
         )
-        [ -z "$left" ] && return
+        [ -z "$left" ] && { userdel "$JOBUSER" 2>/dev/null || true; return; }
         sleep 1
     done
     die "left on the machine: $left"
