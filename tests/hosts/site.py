@@ -120,6 +120,11 @@ class Site:
                     found[f"{what} of {node}"] = lines
         return found
 
+    def shared(self) -> list[str]:
+        """Directories of clusters in the home that all nodes share: each holds a run's private files."""
+        place = self.base / "jobhome" / ".sky_clusters"
+        return sorted(each.name for each in place.iterdir()) if place.exists() else []
+
     def wait_until_clean(self, seconds: float) -> dict[str, list[str]]:
         """Slurm's own epilog takes a moment after the job."""
         deadline = time.monotonic() + seconds

@@ -33,6 +33,7 @@ def phases(verdict: dict[str, Any]) -> None:
 def nothing_is_left(site: Site, stack: Stack, run: Started) -> None:
     assert site.queue() == []
     assert site.wait_until_clean(30) == {}
+    assert site.shared() == []
     kept = stack.home / "skypilot-runs"
     assert [each.name for each in kept.iterdir() if each.name != "known_hosts"] == []
 

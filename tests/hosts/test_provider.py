@@ -96,6 +96,7 @@ def release(hosts: SkyPilotHosts, storage: Any, order: HostsOrder, say: Said) ->
 def nothing_is_left(site: Site, hosts: SkyPilotHosts, say: Said) -> None:
     assert site.queue() == []
     assert site.wait_until_clean(30) == {}
+    assert site.shared() == []
     assert hosts.inventory(10).marked == ()
     say("clean")
 
