@@ -20,11 +20,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 CODE := $(wildcard workflows activities worker trainer tests bench examples)
 
-.PHONY: help demo stack test test-operator test-trainer bench chaos search inspect lint format schema lock operator dev trainer-test \
+.PHONY: help demo stack test test-operator test-trainer test-hosts skypilot bench chaos search inspect lint format schema lock operator dev trainer-test \
     application clean
 
 help: ## say what there is to do
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: operator application ## carry one guarded run from start to verdict on the embedded services (RUN=path/to/run.json)
 	@exec $(BIN)/python -m worker demo --run '$(RUN)'
@@ -40,6 +40,9 @@ test-operator: dev application
 test-trainer: trainer-test application
 	@$(if $(or $(findstring tests/trainer,$(TESTS)),$(if $(TESTS),,all)),PYTHONPATH=$(VENV)/trainer-test:. \
 	    "$$($(BIN)/python -m trainer.environment path)/bin/python" -B -m pytest $(or $(TESTS),tests/trainer),:)
+
+test-hosts: dev application skypilot ## tests on a real SkyPilot and a real Slurm (root; see tests/hosts/slurm.sh)
+	@$(BIN)/python -m pytest -m hosts $(or $(TESTS),tests/hosts)
 
 search: dev ## look for new counter-examples to the properties (thousands of examples each)
 	@HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest $$(grep -rl 'from hypothesis' tests --include='test_*.py')
@@ -79,21 +82,24 @@ dev:
 trainer-test:
 	@scripts/operator-environment.sh trainer-test
 
+skypilot: ## build SkyPilot's own environment (.venv-skypilot), for hosts.provider skypilot
+	@scripts/operator-environment.sh skypilot
+
 application: operator ## build the application's environment (shared by every checkout of this user)
 	@echo 'application environment: verifying, or building it (the first time takes minutes)'
 	@$(BIN)/python -m trainer.environment ensure --device cpu
 
-lock: ## resolve both operator lock files again
+lock: ## resolve the lock files again
 	@place=$$(mktemp -d); trap 'rm -rf "$$place"' EXIT; $(PYTHON) -m venv "$$place"; \
 	"$$place"/bin/python -m pip install --quiet --disable-pip-version-check pip-tools; \
-	for name in requirements requirements-dev requirements-trainer-test; do \
+	for name in requirements requirements-dev requirements-trainer-test requirements-skypilot; do \
 	    echo "resolving $$name.in"; \
 	    "$$place"/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 	        --no-emit-index-url --no-emit-find-links --no-emit-trusted-host -o $$name.lock $$name.in; \
 	done
 
 clean: ## remove environments and caches of this checkout, never .lanyard (runs and their evidence)
-	@rm -rf $(VENV) .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf $(VENV) .venv-skypilot .venv-lock .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # No prerequisites: a stamp's name says what it is for, and a file's date (a checkout, a touch) says nothing. One build

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The operator's environment in .venv, from requirements.lock: `operator`, `dev` (and what tests and lint need) or
-# `trainer-test` (what tests/trainer needs, beside the application's environment). Prints nothing when it is there.
+# `trainer-test` (what tests/trainer needs, beside the application's environment). `skypilot`: SkyPilot's own, in
+# .venv-skypilot, because its pins are not the operator's. Prints nothing when it is there.
 # Two at once in one checkout build it once: the second waits. PYTHON names the interpreter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,15 +62,32 @@ build_trainer_test() {
     touch "$done_"
 }
 
+build_skypilot() {
+    local done_
+    venv=.venv-skypilot
+    done_=$(stamp skypilot requirements-skypilot.lock)
+    [ -e "$done_" ] && return
+    echo "SkyPilot's environment: building $venv (about a minute)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+    install requirements-skypilot.lock
+    "$venv/bin/python" -m pip check --disable-pip-version-check >/dev/null
+    touch "$done_"
+}
+
 exec 9>.venv.lock
 flock 9
+if [ "${1:-}" = skypilot ]; then
+    build_skypilot
+    exit
+fi
 build_operator
 case ${1:-operator} in
 operator) ;;
 dev) build_dev ;;
 trainer-test) build_trainer_test ;;
 *)
-    echo "operator, dev or trainer-test" >&2
+    echo "operator, dev, trainer-test or skypilot" >&2
     exit 2
     ;;
 esac

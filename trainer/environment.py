@@ -1,6 +1,6 @@
 """The application's environment: built once per machine, addressed by what it is made of, verified at each start.
 
-    python -m trainer.environment ensure|verify|path [--root DIR] [--rebuild]
+    python -m trainer.environment ensure|verify|path [--root DIR] [--rebuild] [--shared]
 
 It lies under ``--root``, else ``$LANYARD_ENVIRONMENTS``, else ``${XDG_CACHE_HOME:-~/.cache}/lanyard/environments``, in
 a directory named by the hash of ``requirements.txt``, of the interpreter (version, ABI, platform) and of what is
@@ -130,7 +130,7 @@ def verify(root: Path | None = None, *, requirements: Path = REQUIREMENTS) -> di
     remedy = "`make application`, or `python -m trainer.environment ensure`"
     if not os.path.lexists(target):
         raise EnvironmentBroken(f"there is no application environment at {target}; build it with {remedy}")
-    check_private_directory(target)
+    _check_owner(target)
     try:
         record: dict[str, Any] = json.loads((target / RECORD).read_bytes())
         manifest_bytes = (target / MANIFEST).read_bytes()
@@ -151,6 +151,34 @@ def verify(root: Path | None = None, *, requirements: Path = REQUIREMENTS) -> di
         if found[key] != record.get(key):
             raise _changed(target, f"its interpreter now reports another `{key}` than at the build")
     return record
+
+
+def _check_owner(target: Path) -> None:
+    """Ours alone; or root's, for everybody to use and nobody else to change (`ensure --shared`). Raises NotPrivate."""
+    found = os.lstat(target)
+    shared = found.st_uid == 0 and stat.S_ISDIR(found.st_mode) and _is_shared(target)
+    if not shared or os.geteuid() == 0:
+        check_private_directory(target, opened=shared)
+        return
+    if found.st_mode & 0o022:
+        raise NotPrivate(f"{target} is root's and can be written by others: chmod go-w {target}")
+    check_parents(target)
+
+
+def _is_shared(target: Path) -> bool:
+    try:
+        return bool(os.lstat(target / RECORD).st_mode & 0o004)
+    except OSError:
+        return False
+
+
+def share(target: Path) -> None:
+    """Let every user of this machine use, and none change, an environment that root built. Raises NotPrivate."""
+    if os.geteuid() != 0:
+        raise NotPrivate("only root can share an environment: what anybody else owns, others cannot trust")
+    for name in (target / RECORD, target / MANIFEST, _seal_of(target)):
+        name.chmod(0o644)
+    target.chmod(0o755)
 
 
 def check_device(record: dict[str, Any], device: str) -> None:
@@ -388,7 +416,7 @@ def _compare(target: Path, manifest_bytes: bytes, found: Mapping[str, os.stat_re
         if (status.st_size, status.st_mtime_ns) != (size, time_ns):
             raise _changed(target, f"{name} was changed (size {size} at the build, {status.st_size} now)")
     seal, place = _seal(manifest_bytes, found), _seal_of(target)
-    if place.is_file() and place.read_bytes() == seal:
+    if _read_seal(place) == seal:
         return
     for name in sorted(found.keys() - wanted.keys()):
         if not _is_cache_of_a_source(target, name, wanted):
@@ -396,12 +424,24 @@ def _compare(target: Path, manifest_bytes: bytes, found: Mapping[str, os.stat_re
     for name, digest in _digests(target, wanted).items():
         if digest != wanted[name][2]:
             raise _changed(target, f"{name} was changed (its size and date are those of the build, its bytes are not)")
-    write_private_file(place, seal)
+    # Another user's environment is compared whole at each start until root has verified it in this boot.
+    if os.geteuid() == os.lstat(target).st_uid:
+        shared = place.is_file() and place.stat().st_mode & 0o044
+        write_private_file(place, seal)
+        if shared:
+            place.chmod(0o644)
 
 
 def _seal_of(target: Path) -> Path:
     # Beside the environment: what is written into it while another looks would be taken for a change.
     return target.with_name(f"{target.name}.verified")
+
+
+def _read_seal(place: Path) -> bytes:
+    try:
+        return place.read_bytes()
+    except (FileNotFoundError, PermissionError):
+        return b""
 
 
 def _seal(manifest_bytes: bytes, files: Mapping[str, os.stat_result]) -> bytes:
@@ -461,6 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("action", choices=("ensure", "verify", "path"))
     parser.add_argument("--root", type=Path, default=None, help="where environments lie")
     parser.add_argument("--rebuild", action="store_true", help="with ensure: throw the environment away first")
+    parser.add_argument("--shared", action="store_true", help="with ensure, by root: for every user to use")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="", help="with ensure: refuse a build of torch for another"
     )
@@ -478,6 +519,8 @@ def main(arguments: list[str] | None = None) -> int:
                 device=options.device,
                 say=lambda line: print(line, flush=True),
             )
+            if options.shared:
+                share(told)
             print(told)
     except (EnvironmentBroken, NotPrivate) as error:
         print(f"error: {error}", file=sys.stderr)

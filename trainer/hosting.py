@@ -2,10 +2,10 @@
 
     python -m trainer.hosting --order FILE [--detach]
 
-It ends, and takes every descendant along, when it is told to (SIGTERM), when it finds the run's tombstone, when the
-run's lease runs out, when its hard `not_after` has passed, and when its Ray node dies; nothing is started without a
-live lease. An outage of storage that is shorter than the lease stops nothing. What it is doing, and why it ended, is
-in `service.json` in its private directory.
+It ends, and takes every descendant along, when it is told to (SIGTERM, or `hosts/end.json`), when it finds the run's
+tombstone, when the run's lease runs out, when its hard `not_after` has passed, and when its Ray node dies; nothing is
+started without a live lease. An outage of storage that is shorter than the lease stops nothing. What it is doing, and
+why it ended, is in `service.json` in its private directory.
 
 The first half is standard library only: private directory, application environment. The process then becomes (exec,
 same pid) one of the application's interpreter, for the storage client.
@@ -101,6 +101,9 @@ class Timing:
     kill_s: float = 20.0
     """How long killed processes may take to go."""
 
+
+END = "hosts/end.json"
+"""Below the run's root in storage: with the tombstone, it has every host of the run end itself."""
 
 KEPT_LOGS = (
     "raylet.out",
@@ -213,7 +216,8 @@ class Service:
 
     ``store`` is the storage's filesystem, ``observe`` one look at lease and tombstone, ``command`` the node's command
     and ``ask`` returns its node id once it answers: all of them are what the module's own `serve` passes, and what
-    tests replace to have a light process in place of Ray.
+    tests replace to have a light process in place of Ray. ``told_to_end`` is asked once the tombstone stands: whoever
+    cannot send this process a signal leaves it a word in storage.
     """
 
     def __init__(
@@ -224,6 +228,7 @@ class Service:
         put_receipt: Callable[[bytes], object],
         command: list[str],
         ask: Callable[[str], str | None],
+        told_to_end: Callable[[], bool] = lambda: False,
         timing: Timing = Timing(),
     ) -> None:
         self.order = order
@@ -231,6 +236,7 @@ class Service:
         self.state = State(order)
         self.lease = LeaseWatch(boot_clock, observe)
         self._put_receipt, self._command, self._ask = put_receipt, command, ask
+        self._told_to_end = told_to_end
         self._timing = timing
         self._told = ""
         self._made: list[Path] = []
@@ -267,6 +273,8 @@ class Service:
         while True:
             with contextlib.suppress(Exception):
                 self.lease.look()
+                if not self._told and self.lease.standing().state == "tombstoned" and self._told_to_end():
+                    self._told = "a word in storage"
             time.sleep(self._timing.look_every_s)
 
     def _pause(self, seconds: float) -> None:
@@ -470,7 +478,8 @@ def serve(order: Order) -> int:
         observe=lambda: storage.observe_lease(store, bucket_path),
         put_receipt=lambda data: storage.put_once(store, receipt_path, data),
         command=ray_node.command(Path(sys.executable), order),
-        ask=lambda token: ray_node.node_id(order, token),
+        ask=ray_node.asker(order, Path(sys.executable)),
+        told_to_end=lambda: storage.exists(store, storage.join(bucket_path, END)),
     ).run()
 
 

@@ -44,8 +44,11 @@ def create_private_directory(path: Path) -> None:
     check_private_directory(path)
 
 
-def check_private_directory(path: Path) -> None:
-    """Raise NotPrivate unless ``path`` is a real directory, ours, of mode 0700 exactly, with trustworthy parents."""
+def check_private_directory(path: Path, *, opened: bool = False) -> None:
+    """Raise NotPrivate unless ``path`` is a real directory, ours, of mode 0700 exactly, with trustworthy parents.
+
+    With ``opened``, 0755 will do: others may read what is in it.
+    """
     try:
         found = os.lstat(path)
     except FileNotFoundError as error:
@@ -54,7 +57,7 @@ def check_private_directory(path: Path) -> None:
         raise NotPrivate(f"{path} is {_describe(path)}, not a directory; remove it by hand after looking at it")
     if found.st_uid != os.geteuid():
         raise NotPrivate(f"{path} belongs to uid {found.st_uid}, not to uid {os.geteuid()} which runs this")
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    if stat.S_IMODE(found.st_mode) not in ((0o700, 0o755) if opened else (0o700,)):
         raise NotPrivate(f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, must be 0700: chmod 0700 {path}")
     check_parents(path)
 

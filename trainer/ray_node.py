@@ -6,16 +6,20 @@ Standard library only.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
+import subprocess
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.constants import TRAIN_SETTINGS
+from trainer.processes import dies_with_parent
 
 CUSTODY_MARK = "LANYARD_CUSTODY"
 """Every process of a run carries this variable, with the run's key, by inheritance."""
@@ -41,6 +45,10 @@ NODE_SETTINGS: dict[str, str] = {
     "DASHBOARD_METRIC_PORT": "-1",
     "PYTHONUNBUFFERED": "1",
 }
+
+
+NODE_REFUSED = "refused"
+"""What `trainer.node_lookup` prints where the GCS refuses the token."""
 
 
 def command(python: Path, order: Mapping[str, Any]) -> list[str]:
@@ -155,3 +163,79 @@ def node_id(order: Mapping[str, Any], token: str, timeout_s: float = 3.0) -> str
         return None
     alive = [each for each in nodes if each["node_ip"] == order["address"] and each["state"] == "ALIVE"]
     return str(alive[0]["node_id"]) if len(alive) == 1 else None
+
+
+def asker(order: Mapping[str, Any], python: Path) -> Callable[[str], str | None]:
+    """How this host asks for its own node id: the head's dashboard where it can be reached, else the GCS.
+
+    A dashboard on the head's loopback is out of a worker's reach.
+    """
+    if (
+        order["role"] == "worker"
+        and _is_loopback(order["ray"]["dashboard_host"])
+        and not _is_loopback(order["address"])
+    ):
+        return GcsAsker(order, python)
+    return lambda token: node_id(order, token)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+class GcsAsker:
+    """`trainer.node_lookup` in the application's interpreter: started at the first question, read without waiting."""
+
+    def __init__(self, order: Mapping[str, Any], python: Path) -> None:
+        self._order, self._python = order, python
+        self.output: int | None = None
+        self._read = b""
+        self._not_before = 0.0
+
+    def __call__(self, token: str) -> str | None:
+        """The node id once the GCS shows the node alive, None before. Raises PermissionError as `node_id` does."""
+        if self.output is None:
+            if time.monotonic() < self._not_before:
+                return None
+            self._not_before = time.monotonic() + 2.0
+            self.output = self._start()
+        try:
+            while piece := os.read(self.output, 4096):
+                self._read += piece
+        except BlockingIOError:
+            return None
+        # It ended. Whoever reaps this process's children has its exit status; what it wrote says as much.
+        os.close(self.output)
+        said, self.output, self._read = self._read.decode(errors="replace").split(), None, b""
+        if said == [NODE_REFUSED]:
+            raise PermissionError(
+                f"Ray at {gcs_address(self._order)} refuses this run's token: another cluster has that address, or "
+                "the hosts were given different secrets"
+            )
+        return said[0] if len(said) == 1 else None
+
+    def _start(self) -> int:
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        command = [str(self._python), "-B", "-m", "trainer.node_lookup", gcs_address(self._order)]
+        log = os.open(Path(self._order["private_dir"]) / "lookup.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            started = subprocess.Popen(
+                [*dies_with_parent(), *command, self._order["address"]],
+                # Below this package, and with nothing of the node's but what its own Ray has.
+                env={
+                    **environment(self._order, self._python, os.environ),
+                    "PYTHONPATH": str(Path(__file__).parents[1]),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=writing,
+                stderr=log,
+            )
+            started.returncode = 0  # the service reaps it with everything else
+        finally:
+            os.close(writing)
+            os.close(log)
+        return reading

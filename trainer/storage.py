@@ -87,6 +87,11 @@ def read_optional(store: pafs.FileSystem, path: str) -> bytes | None:
         return None
 
 
+def exists(store: pafs.FileSystem, path: str) -> bool:
+    """Whether the object is there. Raises OSError where storage does not answer."""
+    return bool(store.get_file_info(path).type != pafs.FileType.NotFound)
+
+
 def names(store: pafs.FileSystem, folder: str) -> list[str]:
     """The names directly under ``folder``, sorted; empty when there is nothing. Raises OSError."""
     infos = store.get_file_info(pafs.FileSelector(folder, allow_not_found=True))

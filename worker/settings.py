@@ -11,6 +11,18 @@ LANYARD_SECRET_FILE (no default; the stack generates one)
     The key of the per-run tokens. Every worker of a deployment needs the same, so it is named, not made.
 LANYARD_METRICS_ADDRESS (no default: nothing is served)
     Where a worker serves its metrics to Prometheus. Figures only, but whoever reaches it can read them.
+LANYARD_SKYPILOT_PYTHON (default `<checkout>/.venv-skypilot/bin/python`, which `make skypilot` builds)
+    The interpreter of SkyPilot's own environment: its pins are not the operator's. Where there is none, a worker has
+    no provider `skypilot`.
+LANYARD_SKYPILOT_HOME (default `<LANYARD_HOME>/skypilot`)
+    SkyPilot's home: what it calls ~/.sky, ~/.slurm and so on. Apart from the user's own, so that neither disturbs the
+    other. A worker that takes over elsewhere needs the same infrastructure configured there.
+LANYARD_SKYPILOT_ENVIRONMENTS (default: each host's own, built when it is missing)
+    Where on the hosts application environments lie, for sites that keep one on a shared file system.
+SKYPILOT_API_SERVER_ENDPOINT (default: a server of that home, on this machine, started when it is needed)
+    A remote API server, by SkyPilot's own name for it.
+SKYPILOT_API_SERVER_LOCAL_PORT (default: one that follows from the home)
+    The local server's port, by SkyPilot's own name for it.
 AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID, ... (defaults as botocore has them)
     S3, for the worker and for the hosts.
 TEMPORAL_ADDRESS, TEMPORAL_NAMESPACE, TEMPORAL_API_KEY, TEMPORAL_TLS_*, TEMPORAL_PROFILE, TEMPORAL_CONFIG_FILE
@@ -26,7 +38,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from temporalio.envconfig import ClientConfig, ClientConnectConfig
 
 CHECKOUT: Final = Path(__file__).resolve().parent.parent
@@ -58,6 +70,21 @@ class ObjectStorage(BaseModel):
     """Where they come from: `environment`, `profile`, or `none` (then botocore's chain may still find a role)."""
 
 
+class SkyPilotSettings(BaseModel):
+    """Which SkyPilot this worker uses."""
+
+    model_config = ConfigDict(frozen=True)
+
+    python: Path
+    home: Path
+    environments: str
+    """On the hosts; "" for each host's own."""
+    endpoint: str | None = Field(repr=False)
+    """None: a local server. May hold a password, so it is not shown."""
+    port: int
+    """The local server's; 0 for one that follows from the home."""
+
+
 class Settings(BaseModel):
     """Settings of one worker process."""
 
@@ -71,6 +98,8 @@ class Settings(BaseModel):
     temporal_address: str
     temporal_namespace: str
     storage: ObjectStorage
+    skypilot: SkyPilotSettings | None
+    """None: this worker has no SkyPilot."""
 
     @classmethod
     def load(cls, environment: Mapping[str, str] | None = None) -> Settings:
@@ -89,6 +118,7 @@ class Settings(BaseModel):
             temporal_address=connection["target_host"],
             temporal_namespace=connection["namespace"],
             storage=_storage(values),
+            skypilot=_skypilot(values),
         )
 
     def require_deployment(self) -> str:
@@ -209,6 +239,26 @@ def _connection(values: Mapping[str, str]) -> ClientConnectConfig:
     found.setdefault("target_host", DEFAULT_TEMPORAL_ADDRESS)
     found.setdefault("namespace", DEFAULT_NAMESPACE)
     return found
+
+
+def _skypilot(values: Mapping[str, str]) -> SkyPilotSettings | None:
+    named = _path(values, "LANYARD_SKYPILOT_PYTHON")
+    python = named or CHECKOUT / ".venv-skypilot" / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        if named is None:
+            return None
+        raise SettingsError(f"LANYARD_SKYPILOT_PYTHON: {python} cannot be run. Build it with `make skypilot`.")
+    environments = values.get("LANYARD_SKYPILOT_ENVIRONMENTS", "")
+    if environments and not re.fullmatch(r"/[A-Za-z0-9._/@+-]{1,1000}", environments):
+        raise SettingsError("LANYARD_SKYPILOT_ENVIRONMENTS must be an absolute path on the hosts.")
+    endpoint = values.get("SKYPILOT_API_SERVER_ENDPOINT") or None
+    if endpoint and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", endpoint):
+        raise SettingsError("SKYPILOT_API_SERVER_ENDPOINT must be an http:// or https:// address.")
+    port = values.get("SKYPILOT_API_SERVER_LOCAL_PORT", "") or "0"
+    if not port.isdigit() or int(port) > 65_535:
+        raise SettingsError("SKYPILOT_API_SERVER_LOCAL_PORT must be a port number.")
+    home = _path(values, "LANYARD_SKYPILOT_HOME") or _home(values) / "skypilot"
+    return SkyPilotSettings(python=python, home=home, environments=environments, endpoint=endpoint, port=int(port))
 
 
 def _storage(values: Mapping[str, str]) -> ObjectStorage:

@@ -19,9 +19,12 @@ from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxR
 
 from activities.checkpoints import Checkpoints
 from activities.drill import Drill
+from activities.hosts import HostsProvider
 from activities.hosts.existing import ExistingHosts
 from activities.hosts.local import LocalHosts
 from activities.hosts.reach import Providers
+from activities.hosts.skypilot.bridge import SkyPilot
+from activities.hosts.skypilot.provider import SkyPilotHosts
 from activities.jobs import package
 from activities.keeper import Keeper
 from activities.preflight import Preflight
@@ -74,7 +77,7 @@ async def run_worker(settings: Settings) -> None:
             secret_fingerprint=secret_fingerprint(secret),
             application_source=package({"trainer": CHECKOUT / "trainer"}).name,
         )
-        providers = Providers({"local": LocalHosts(settings.home, secret), "existing": ExistingHosts()})
+        providers = _providers(settings, secret)
         application = Application(CHECKOUT)
         provision = Provision(client, providers, launch_threads)
         submission = Submission(client, storage, providers, CHECKOUT / "trainer")
@@ -137,6 +140,18 @@ async def run_worker(settings: Settings) -> None:
             await opened.enter_async_context(worker)
         print(f"worker ready: deployment {deployment_id}, {client.namespace}, pid {os.getpid()}", flush=True)
         await _until_told_to_stop()
+
+
+def _providers(settings: Settings, secret: bytes) -> Providers:
+    found: dict[str, HostsProvider] = {"local": LocalHosts(settings.home, secret), "existing": ExistingHosts()}
+    if sky := settings.skypilot:
+        found["skypilot"] = SkyPilotHosts(
+            settings.home,
+            secret,
+            SkyPilot(sky.python, sky.home, sky.endpoint, sky.port),
+            environments=sky.environments,
+        )
+    return Providers(found)
 
 
 async def _known_search_attributes(client: Client) -> tuple[str, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import boto3
@@ -17,28 +19,48 @@ from activities.hosts import HostsFailed, HostsNotReady
 from activities.jobs import Endpoint
 from workflows.evidence import HostFacts, Hosts, HostsOrder
 
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
 ReadObject = Callable[[str], bytes | None]
 """Reads an `s3://` object; None where there is none."""
 
 
-def read_object(uri: str) -> bytes | None:
-    """One small S3 object, with endpoint and credentials from the environment. Raises HostsNotReady."""
-    parts = urlsplit(uri)
+@contextlib.contextmanager
+def _storage() -> Iterator[S3Client]:
     client = boto3.client(
         "s3",
         region_name=os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1",
         config=Config(connect_timeout=5, read_timeout=10, retries={"max_attempts": 2}),
     )
     try:
-        return bytes(client.get_object(Bucket=parts.netloc, Key=parts.path.lstrip("/"))["Body"].read())
+        yield client
+    finally:
+        client.close()
+
+
+def write_object(uri: str, body: bytes) -> None:
+    """One small S3 object, with endpoint and credentials from the environment. Raises HostsNotReady."""
+    parts = urlsplit(uri)
+    try:
+        with _storage() as client:
+            client.put_object(Bucket=parts.netloc, Key=parts.path.lstrip("/"), Body=body)
+    except (ClientError, BotoCoreError) as error:
+        raise HostsNotReady(f"{uri} cannot be written: {error}") from error
+
+
+def read_object(uri: str) -> bytes | None:
+    """One small S3 object, with endpoint and credentials from the environment. Raises HostsNotReady."""
+    parts = urlsplit(uri)
+    try:
+        with _storage() as client:
+            return bytes(client.get_object(Bucket=parts.netloc, Key=parts.path.lstrip("/"))["Body"].read())
     except ClientError as error:
         if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404"):
             return None
         raise HostsNotReady(f"{uri} cannot be read: {error}") from error
     except BotoCoreError as error:
         raise HostsNotReady(f"{uri} cannot be read: {error}") from error
-    finally:
-        client.close()
 
 
 def alive_nodes(endpoint: Endpoint) -> dict[str, str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Final
 
 from temporalio.exceptions import ApplicationError
 
 from activities.hosts import HostsProvider
 from activities.jobs import Endpoint
 from workflows.evidence import HostsOrder
+
+HINTS: Final = {"skypilot": ". Build SkyPilot's environment with `make skypilot` and start the worker again"}
 
 
 class Providers:
@@ -25,7 +28,7 @@ class Providers:
         if found is None:
             raise ApplicationError(
                 f"hosts.provider: {order.provider!r} is not available on this worker; "
-                f"it has {', '.join(sorted(self._providers))}",
+                f"it has {', '.join(sorted(self._providers))}{HINTS.get(order.provider, '')}",
                 type="Rejected",
                 non_retryable=True,
             )

@@ -105,8 +105,11 @@ CASES = {
         ("workload.entrypoint", "shell syntax"),
     ),
     # From here on what only preflight can find out.
-    "a provider that this worker does not have": Case(
-        ((CHECKOUT / "examples" / "b200x2.json").read_text(),), ("hosts.provider", "skypilot", "it has")
+    "a provider that this worker does not have, or a cloud that it cannot rent from": Case(
+        ((CHECKOUT / "examples" / "b200x2.json").read_text(),),
+        ("hosts.infra", "nebius", "use slurm/")
+        if (CHECKOUT / ".venv-skypilot").exists()
+        else ("hosts.provider", "skypilot", "it has"),
     ),
     "a bucket that does not exist": Case(
         (with_uri("s3://no-such-bucket-here/runs"),), ("storage.uri", "NoSuchBucket", "create the bucket")

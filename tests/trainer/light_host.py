@@ -64,6 +64,7 @@ def main() -> int:
         put_receipt=put_receipt,
         command=[sys.executable, str(Path(__file__).with_name("light_ray.py")), sys.argv[2]],
         ask=lambda token: ray_node.node_id(order, token),
+        told_to_end=lambda: (storage / hosting.END).exists(),
         timing=hosting.Timing(**{**timing, **json.loads(os.environ.get("LIGHT_TIMING", "{}"))}),
     ).run()
 

@@ -212,6 +212,22 @@ def test_an_open_environment_or_root_is_refused(built: Path, root: Path, lock: P
     root.chmod(0o700)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's can be shared")
+def test_a_shared_environment_may_be_read_by_others_and_written_by_none(built: Path, root: Path, lock: Path) -> None:
+    environment.share(built)
+    try:
+        environment.verify(root, requirements=lock)
+        modes = [each.stat().st_mode & 0o777 for each in (built, built / environment.RECORD)]
+        assert modes == [0o755, 0o644]
+        built.chmod(0o775)
+        with pytest.raises(NotPrivate):
+            environment.verify(root, requirements=lock)
+    finally:
+        built.chmod(0o700)
+        for each in (built / environment.RECORD, built / environment.MANIFEST):
+            each.chmod(0o600)
+
+
 def test_a_manifest_or_record_that_was_edited_is_refused(built: Path, root: Path, lock: Path) -> None:
     for name, says in ((environment.MANIFEST, "not the one of the build"), (environment.RECORD, "cannot be read")):
         before = (built / name).read_bytes()

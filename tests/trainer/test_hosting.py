@@ -229,6 +229,22 @@ def test_a_running_host_leaves_a_release_the_time_for_its_order(host: Host) -> N
     assert host.state["reason"] == "tombstone"
 
 
+def test_with_the_tombstone_a_word_in_storage_ends_a_host_at_once_and_without_it_nothing(host: Host) -> None:
+    """As a signal does, where nobody can send one."""
+    host.environment["LIGHT_TIMING"] = json.dumps({"tombstone_grace_s": 60.0})
+    host.lease()
+    host.start_and_wait()
+    word = host.storage / hosting.END
+    word.parent.mkdir(exist_ok=True)
+    word.write_bytes(b"{}")
+    time.sleep(1.0)
+    assert all(map(running, host.pids))
+    host.tombstone()
+    assert host.ended(10) == 0
+    assert (host.state["reason"], host.state["detail"]) == ("told", "told to end by a word in storage")
+    assert host.nothing_left()
+
+
 def test_a_lease_that_is_not_renewed_ends_everything(host: Host) -> None:
     host.lease(duration_s=3.0)
     host.start_and_wait()

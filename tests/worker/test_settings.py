@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,33 @@ def test_a_broken_profile_file_is_told_by_the_settings_that_name_it(tmp_path: Pa
         Settings.load({"TEMPORAL_CONFIG_FILE": str(profiles)})
     with pytest.raises(SettingsError, match="TEMPORAL_PROFILE"):
         Settings.load({"TEMPORAL_CONFIG_FILE": os.devnull, "TEMPORAL_PROFILE": "nobody"})
+
+
+def test_skypilot_is_used_where_its_environment_is_and_needs_no_setting_then(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch(mode=0o755)
+    named = {"LANYARD_HOME": str(tmp_path), "LANYARD_SKYPILOT_PYTHON": str(python)}
+    found = Settings.load(named).skypilot
+    assert found is not None
+    assert (found.python, found.home, found.endpoint, found.port) == (python, tmp_path / "skypilot", None, 0)
+    remote = {"SKYPILOT_API_SERVER_ENDPOINT": "https://user:canary@sky.example.org", "LANYARD_SKYPILOT_HOME": "/x"}
+    found = Settings.load({**named, **remote, "SKYPILOT_API_SERVER_LOCAL_PORT": "46999"}).skypilot
+    assert found is not None
+    assert (found.home, found.port) == (Path("/x"), 46_999)
+    assert "canary" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LANYARD_SKYPILOT_PYTHON", "/nowhere/python"),
+        ("LANYARD_SKYPILOT_ENVIRONMENTS", "not/absolute"),
+        ("LANYARD_SKYPILOT_ENVIRONMENTS", "/with a blank"),
+        ("SKYPILOT_API_SERVER_ENDPOINT", "sky.example.org"),
+        ("SKYPILOT_API_SERVER_LOCAL_PORT", "70000"),
+        ("SKYPILOT_API_SERVER_LOCAL_PORT", "x"),
+    ],
+)
+def test_a_setting_of_skypilot_that_cannot_be_used_is_named(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        Settings.load({"LANYARD_SKYPILOT_PYTHON": sys.executable, name: value})

@@ -1,0 +1,1 @@
+"""Hosts that SkyPilot rents. `provider` is the way in; `program` alone imports sky, in SkyPilot's own environment."""
