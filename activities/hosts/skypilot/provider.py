@@ -30,6 +30,7 @@ from activities.hosts import (
     HostsFailed,
     HostsNotReady,
     MaySend,
+    Plan,
     Progress,
     WrongContext,
     proof,
@@ -201,6 +202,12 @@ class SkyPilotHosts:
                 ]
         return []
 
+    def plan(self, order: HostsOrder) -> Plan:
+        """See `HostsProvider.plan`. Slurm has no price."""
+        options = task.options_of(order)
+        of_what = options.accelerators or order.device
+        return Plan(f"{order.count} hosts from SkyPilot on {options.infra}, {of_what}")
+
     def claims(self, order: HostsOrder) -> list[Claim]:
         """The cluster, and the service task in it. One request creates both."""
         key = order.identity.run_key
@@ -215,6 +222,7 @@ class SkyPilotHosts:
                 holder=f"worker {os.getpid()} on {socket.gethostname()}",
                 send_window_s=SEND_WINDOW_S,
                 longest_request_s=LONGEST_REQUEST_S,
+                price_per_hour=order.price_per_hour if kind == "cluster" else 0.0,
             )
             for kind, name in names
         ]
