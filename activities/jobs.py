@@ -87,7 +87,9 @@ def package(trees: dict[str, Path]) -> Package:
     size = 0
     for inside, root in trees.items():
         if not root.is_dir():
-            raise ValueError(f"the working directory {root.absolute()} does not exist or is no directory")
+            raise ValueError(
+                f"the working directory {root.absolute()} does not exist or is no directory on the worker's machine; correct the path, or deliver it there"
+            )
         for path in _plain_files(root):
             parts = path.relative_to(root).parts
             name = "/".join((inside, *parts)) if inside else "/".join(parts)

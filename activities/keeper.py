@@ -76,10 +76,12 @@ class Keeper:
         uri = f"{order.identity.storage}/custody/lease.json"
         every = lease_renewal_s(order.lease_s)
         sequence: int | None = None
+        # Custody's deadline is of the server's clock, which no worker can turn.
+        epoch = activity.info().started_time.timestamp() - time.monotonic()
         while True:
             try:
                 told = await self._client.get_workflow_handle(order.identity.custody_id).describe(rpc_timeout=ASK)
-                duration = min(order.lease_s, await _left(told))
+                duration = min(order.lease_s, await _left(told, epoch + time.monotonic()))
                 if duration > 0:
                     sequence = await self._write(uri, sequence, duration)
                     heart.say(lease=sequence, renewed_at=time.time())
@@ -113,10 +115,10 @@ def _sequence_in(lease: bytes) -> int:
     return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else int(time.time())
 
 
-async def _left(custody: WorkflowExecutionDescription) -> float:
-    """Seconds until custody's own deadline, which custody keeps in its memo from its first claim on; none before that,
-    and none once it closed."""
+async def _left(custody: WorkflowExecutionDescription, now: float) -> float:
+    """Seconds from ``now``, of the server's clock, until custody's own deadline, which custody keeps in its memo from
+    its first claim on; none before that, and none once it closed."""
     if custody.status != WorkflowExecutionStatus.RUNNING:
         return 0.0
     deadline = await custody.memo_value("deadline", default=None)
-    return float(deadline) - time.time() if deadline is not None else 0.0
+    return float(deadline) - now if deadline is not None else 0.0

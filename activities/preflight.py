@@ -15,7 +15,7 @@ from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
 from activities.heartbeat import Heart, beating, in_thread
-from activities.hosts import Plan
+from activities.hosts import Offer
 from activities.hosts.reach import Providers
 from activities.jobs import package
 from activities.storage import Storage, StorageError
@@ -72,14 +72,14 @@ class Preflight:
             problems = await in_thread(self._threads, provider.check, order.hosts)
             if problems:
                 _refuse("hosts: " + "; ".join(problems))
-            plan = await in_thread(self._threads, provider.plan, order.hosts)
-            self._affordable(order.spec, plan)
+            offer = await in_thread(self._threads, provider.offer, order.hosts)
+            self._affordable(order.spec, offer)
             resume = await self._resume(order.spec, heart)
             await self._own(order.identity)
             return Cleared(
                 conditional_writes=conditional,
-                price_per_hour=plan.price_per_hour,
-                plan=plan.text,
+                price_per_hour=offer.price_per_hour,
+                plan=offer.text,
                 resume=resume,
             )
 
@@ -163,13 +163,13 @@ class Preflight:
             return error.code in ("PreconditionFailed", "412", "ConditionalRequestConflict")
         return False
 
-    def _affordable(self, spec: RunSpec, plan: Plan) -> None:
+    def _affordable(self, spec: RunSpec, offer: Offer) -> None:
         """A budget that is spent before the hosts need to be there buys nothing."""
-        lasts = budget_lasts_s(spec.limits.budget, plan.price_per_hour)
+        lasts = budget_lasts_s(spec.limits.budget, offer.price_per_hour)
         if lasts is not None and lasts < spec.limits.provision:
             _refuse(
                 f"limits.budget: {spec.limits.budget:g} US dollars last {lasts / 60:.0f} minutes at "
-                f"{plan.price_per_hour:.2f} an hour ({plan.text}), less than limits.provision; raise limits.budget"
+                f"{offer.price_per_hour:.2f} an hour ({offer.text}), less than limits.provision; raise limits.budget"
             )
 
     def _source(self, workload: ScriptWorkload) -> None:
@@ -208,7 +208,7 @@ class Preflight:
             return ResumePoint(source=source, checkpoint=told["checkpoint"], step=None)
         step = int(told["step"])
         if step >= spec.workload.total_steps:
-            _refuse(f"workload: the commit to resume from is step {step}, so steps must be more than that")
+            _refuse(f"{_steps(spec)}: must be more than {step}, the step of the commit to resume from; raise it")
         if spec.drill and spec.drill.after_step <= step:
             _refuse(f"drill.after_step: must be more than {step}, the step of the commit to resume from")
         return ResumePoint(source=source, checkpoint=told["checkpoint"], step=step)
@@ -219,6 +219,11 @@ class Preflight:
             await self._storage.put(f"{identity.storage}/owner.json", json.dumps(body, sort_keys=True).encode())
         except StorageError as error:
             _refuse(f"storage.uri: {error}")
+
+
+def _steps(spec: RunSpec) -> str:
+    """Where run.json says how long the training is."""
+    return "workload.recipe.steps" if isinstance(spec.workload, RegressionWorkload) else "workload.steps"
 
 
 def _custody_in(owner: bytes) -> object:

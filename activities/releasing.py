@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Awaitable
 from concurrent.futures import Executor
 from typing import Final
 
@@ -62,7 +63,7 @@ class Releasing:
                 steps=tuple(steps),
                 remaining=(),
                 began=order.began,
-                ended=time.time(),
+                ended=activity.info().started_time.timestamp() + time.monotonic() - began,
                 last_commit=await self._last_commit(order),
             )
             noted = await self._step("release.json", "custody", self._write(order, record))
@@ -150,11 +151,11 @@ class Releasing:
         )
         return "written"
 
-    async def _step(self, action: str, on: str, work: object) -> StepTaken:
+    async def _step(self, action: str, on: str, work: Awaitable[str]) -> StepTaken:
         """Take one step; a failure is a finding, and the next step is tried all the same."""
         began = time.monotonic()
         try:
-            detail, ok = str(await work), True  # type: ignore[misc]
+            detail, ok = await work, True
         except Exception as error:
             detail, ok = str(error)[:500], False
         return StepTaken(claim=on, action=action, ok=ok, detail=detail, seconds=time.monotonic() - began)

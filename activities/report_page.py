@@ -232,7 +232,7 @@ def _inspection(lead: str, storage: str) -> list[dict[str, str]]:
         {
             "text": "Take its address and keys, then check everything yourself, from storage alone. With S3 of your "
             "own only the last line is needed, in a shell that has its variables.",
-            "code": f". .lanyard/env\nmake inspect RUN={storage}",
+            "code": f". ${{LANYARD_HOME:-.lanyard}}/env\nmake inspect RUN={storage}",
         },
     ]
 

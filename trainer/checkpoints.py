@@ -156,7 +156,8 @@ def must_match(made: Made, recipe: Mapping[str, Any], world_size: int) -> None:
         )
     if made.step > recipe["steps"]:
         raise CheckpointForeign(
-            f"{made.name} is of step {made.step}, past the recipe's last ({recipe['steps']}); raise steps"
+            f"{made.name} is of step {made.step}, past the recipe's last ({recipe['steps']}); "
+            "raise workload.recipe.steps"
         )
 
 

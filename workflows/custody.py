@@ -2,8 +2,9 @@
 
 A run starts its custody first, as a child that the server cancels when the run closes. A claim is an Update that the
 mutating activity sends right before it touches anything; once release began, no claim is accepted. Release begins on
-whichever comes first: the run asks, the run closes, the keeper sees that exact run closed, or custody's own deadline
-passes. It ends when the absence of everything claimed was proved twice, for as long as that takes.
+whichever comes first: the run asks, the run closes, the keeper sees that exact run closed, custody's own deadline
+passes, or the hosts have cost what they may. It ends when the absence of everything claimed was proved twice, for as
+long as that takes.
 
 The reaper starts it too, for what a custody that is gone has left: with the claims it found, to be released at once.
 """

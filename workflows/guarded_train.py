@@ -153,7 +153,7 @@ class GuardedTrain:
         order = CustodyOrder(
             identity=identity,
             hosts=hosts,
-            deadline=custody_deadline(self._progress.deadline, 0.0, spec.limits.teardown),
+            deadline=custody_deadline(self._progress.deadline, spec.limits.teardown),
             budget=spec.limits.budget,
             search_attributes=self._progress.deployment.search_attributes,
         )
@@ -175,7 +175,7 @@ class GuardedTrain:
         finally:
             self._custody = custody
         # An extension that came while custody was being started could not be passed on.
-        deadline = custody_deadline(self._progress.deadline, 0.0, spec.limits.teardown)
+        deadline = custody_deadline(self._progress.deadline, spec.limits.teardown)
         if deadline != order.deadline:
             await custody.signal(Custody.move_deadline, deadline)
 
@@ -466,7 +466,7 @@ class GuardedTrain:
         self._note(f"deadline extended by {minutes} minutes")
         if self._custody and self._progress.spec:
             teardown = self._progress.spec.limits.teardown
-            await self._custody.signal(Custody.move_deadline, custody_deadline(self._progress.deadline, 0.0, teardown))
+            await self._custody.signal(Custody.move_deadline, custody_deadline(self._progress.deadline, teardown))
         return presentation.clock(self._progress.deadline)
 
     @extend.validator

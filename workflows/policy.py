@@ -47,9 +47,9 @@ def lease_renewal_s(lease_s: float) -> float:
     return min(60.0, max(5.0, lease_s / 20))
 
 
-def custody_deadline(now: float, run_s: float, teardown_s: float) -> float:
-    """Custody's own absolute deadline: the run's limit and its teardown, counted from the run's start."""
-    return now + run_s + teardown_s
+def custody_deadline(run_deadline: float, teardown_s: float) -> float:
+    """Custody's own absolute deadline: the run's, and time for its teardown."""
+    return run_deadline + teardown_s
 
 
 def budget_lasts_s(budget: float | None, price_per_hour: float) -> float | None:

@@ -33,7 +33,7 @@ class Recipe(Strict):
     momentum: float = Field(
         default=0.9,
         gt=0,
-        lt=1,
+        le=0.9999,
         description="Momentum of SGD; above 0, because its recovery is part of the drill's proof.",
         examples=[0.9],
     )

@@ -42,7 +42,7 @@ class AbsenceUnknown(HostsError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Offer:
     """What an order comes to."""
 
     text: str
@@ -64,7 +64,7 @@ class HostsProvider(Protocol):
         """Everything that can be found wrong before anything is paid for; one clear message each."""
         ...
 
-    def plan(self, order: HostsOrder) -> Plan:
+    def offer(self, order: HostsOrder) -> Offer:
         """What would be created, and its price. Asked after `check` found nothing wrong; creates nothing. Raises
         HostsError."""
         ...

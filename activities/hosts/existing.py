@@ -21,7 +21,7 @@ from activities.hosts import (
     HostsFailed,
     HostsNotReady,
     MaySend,
-    Plan,
+    Offer,
     Progress,
     WrongContext,
 )
@@ -62,7 +62,8 @@ class ExistingHosts:
                 problems = _token_needed(endpoint)
                 nodes = _ask(endpoint, Jobs.alive_nodes)
         except (HostsError, JobsError) as error:
-            return [f"the cluster at {options.endpoint}: {error}"]
+            where = "" if str(error).startswith("hosts.") else f"the cluster at {options.endpoint}: "
+            return [f"{where}{error}"]
         if len(nodes) < order.count:
             problems.append(
                 f"the cluster at {options.endpoint} has {len(nodes)} of the {order.count} nodes that the run needs, "
@@ -72,9 +73,9 @@ class ExistingHosts:
             problems.append(f"the cluster at {options.endpoint} does not offer a GPU on {order.count} of its nodes")
         return problems
 
-    def plan(self, order: HostsOrder) -> Plan:
-        """See `HostsProvider.plan`. What somebody else's hosts cost is theirs."""
-        return Plan(f"{order.count} workers on the cluster at {_options(order).endpoint}, {order.device}")
+    def offer(self, order: HostsOrder) -> Offer:
+        """See `HostsProvider.offer`. What somebody else's hosts cost is theirs."""
+        return Offer(f"{order.count} workers on the cluster at {_options(order).endpoint}, {order.device}")
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         """None: the hosts are somebody else's."""
@@ -119,9 +120,11 @@ class ExistingHosts:
         """The endpoint of run.json, with the token of its file, read anew each time."""
         options = _options(order)
         try:
-            token = read_private_file(Path(options.token_file), "hosts.token_file").decode().strip()
+            token = read_private_file(Path(options.token_file), "the token's file").decode().strip()
         except (NotPrivate, OSError, UnicodeDecodeError) as error:
-            raise HostsFailed(f"hosts.token_file: {error}") from error
+            raise HostsFailed(
+                f"hosts.token_file: {error}; put the cluster's token there, mode 0600, on every worker's machine"
+            ) from error
         if not (0 < len(token) <= LONGEST_TOKEN and token.isascii() and token.isprintable() and " " not in token):
             raise HostsFailed(f"hosts.token_file: {options.token_file} must hold one token in one line, nothing else")
         yield Endpoint(url=options.endpoint, token=token)

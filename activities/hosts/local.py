@@ -33,7 +33,7 @@ from activities.hosts import (
     HostsFailed,
     HostsNotReady,
     MaySend,
-    Plan,
+    Offer,
     Progress,
     WrongContext,
     proof,
@@ -136,15 +136,11 @@ class LocalHosts:
                 f"{order.count} local hosts want about {wanted / 1e9:.1f} GB of memory, {memory / 1e9:.1f} are free; "
                 "free some, or ask for fewer hosts"
             )
-        if order.device == "cuda" and len(plans.gpus()) < order.count:
-            problems.append(
-                f"{order.count} local hosts with CUDA need a GPU each; this machine has {len(plans.gpus())}"
-            )
         return problems
 
-    def plan(self, order: HostsOrder) -> Plan:
-        """See `HostsProvider.plan`. This machine is there anyway."""
-        return Plan(f"{order.count} local hosts, {order.device}")
+    def offer(self, order: HostsOrder) -> Offer:
+        """See `HostsProvider.offer`. This machine is there anyway."""
+        return Offer(f"{order.count} local hosts, {order.device}")
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         """The cluster (addresses, directories) and the service (the processes)."""
@@ -378,7 +374,7 @@ class LocalHosts:
             "token_file": str(token),
             "address": plan.addresses[index],
             "interface": "lo",
-            "gpus": plans.gpus()[index :: order.count] if order.device == "cuda" else [],
+            "gpus": [],
             "environments": "",
             "not_after_s": order.not_after_s,
             "ray": {

@@ -27,7 +27,7 @@ PORTS = range(20_000, 32_000)
 
 
 class LocalOptions(Frozen):
-    """The `local` provider's own part of `hosts` in run.json."""
+    """The size of a local host. run.json leaves it at the defaults; tests of the provider alone set it."""
 
     cpus: int = Field(default=2, ge=1, le=1024)
     """Logical CPUs that each host offers to Ray."""
@@ -150,8 +150,3 @@ def available_memory_bytes() -> int:
     """Memory that can be had without swapping."""
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     return int(found.group(1)) * 1024 if found else 0
-
-
-def gpus() -> list[str]:
-    """The machine's CUDA device numbers."""
-    return sorted(each.name[6:] for each in Path("/dev").glob("nvidia[0-9]*"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from temporalio.testing import ActivityEnvironment
 
-from activities.hosts import Plan, Progress
+from activities.hosts import Offer, Progress
 from activities.hosts.reach import Providers
 from activities.jobs import Endpoint
 from activities.storage import Fetched, StorageError
@@ -73,7 +73,7 @@ class HostsStandIn:
         self.done: list[str] = []
         self.there: dict[str, list[str]] = {}
         self.problems: list[str] = []
-        self.offer = Plan("2 local hosts, cpu")
+        self.offered = Offer("2 local hosts, cpu")
         self.failing: dict[str, Exception] = {}
         """What is raised, by `release <claim>`, `remaining <claim>`, `endpoint`, `prove` or `inventory`."""
         self.has = Inventory()
@@ -90,8 +90,8 @@ class HostsStandIn:
         self._do("check")
         return self.problems
 
-    def plan(self, order: HostsOrder) -> Plan:
-        return self.offer
+    def offer(self, order: HostsOrder) -> Offer:
+        return self.offered
 
     @contextmanager
     def endpoint(self, order: HostsOrder) -> Iterator[Endpoint]:

@@ -129,21 +129,25 @@ async def test_an_answer_about_the_run_alone_renews_nothing() -> None:
     await keeping.end()
 
 
-async def test_no_lease_reaches_past_custody_s_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(keeper, "time", SimpleNamespace(time=lambda: now, monotonic=time.monotonic))
+@pytest.mark.parametrize("wrong_by_s", [0.0, 86_400.0, -86_400.0])
+async def test_no_lease_reaches_past_custody_s_deadline(monkeypatch: pytest.MonkeyPatch, wrong_by_s: float) -> None:
+    """Which is of the server's clock, as the attempt's start is: the worker's own may be a day off."""
+    passed = 0.0
+    clocks = SimpleNamespace(time=lambda: time.time() + wrong_by_s, monotonic=lambda: passed)
+    monkeypatch.setattr(keeper, "time", clocks)
     temporal = Temporal()
-    temporal.deadline = 1050.0
     keeping = Keeping(temporal)
+    began = keeping.env.info.started_time.timestamp()
+    temporal.deadline = began + 50.0
     await keeping.renews()
-    assert keeping.lease()["duration_s"] == 50.0
-    now = 1050.0
+    assert keeping.lease()["duration_s"] == pytest.approx(50.0)
+    passed = 50.0
     asked = len(temporal.described)
     await keeping.until(lambda: len(temporal.described) > asked + 6)
     before, asked = keeping.renewals(), len(temporal.described)
     await keeping.until(lambda: len(temporal.described) > asked + 6)
     assert keeping.renewals() == before
-    temporal.deadline = 5000.0  # extended
+    temporal.deadline = began + 5000.0  # extended
     await keeping.renews()
     assert keeping.lease()["duration_s"] == 120.0
     await keeping.end()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.hosts import Plan
+from activities.hosts import Offer
 from activities.preflight import AMBIENT, Preflight
 from activities.storage import Fetched, StorageError
 from activities.verification import Application
@@ -299,7 +299,7 @@ async def test_all_problems_of_the_hosts_are_told_at_once() -> None:
 )
 async def test_a_budget_must_last_until_the_hosts_are_there(price: float, limits: dict[str, Any], words: str) -> None:
     hosts = HostsStandIn()
-    hosts.offer = Plan("2 of 8", price)
+    hosts.offered = Offer("2 of 8", price)
     if words:
         assert words in await refused(Objects(), hosts=hosts, limits=limits)
     else:
@@ -363,7 +363,7 @@ async def test_a_commit_that_loads_is_where_it_starts() -> None:
     [
         (16, "drill.after_step: must be more than 16"),
         (20, "drill.after_step: must be more than 20"),
-        (32, "workload: the commit to resume from is step 32, so steps must be more"),
+        (32, "workload.recipe.steps: must be more than 32, the step of the commit to resume from; raise it"),
     ],
 )
 async def test_a_commit_that_leaves_no_drill_or_no_work_is_refused(step: int, says: str) -> None:

@@ -260,7 +260,11 @@ async def test_another_runs_release_is_not_taken_for_this_ones() -> None:
 async def test_artifacts_can_be_checked_as_printed_also_when_the_embedded_server_has_stopped() -> None:
     _, text = await written(MemoryStorage(sample.objects()), sample.succeeded())
     said = Page(text).text
-    assert said.index("make stack") < said.index(". .lanyard/env") < said.index(f"make inspect RUN={ROOT}")
+    assert (
+        said.index("make stack")
+        < said.index(". ${LANYARD_HOME:-.lanyard}/env")
+        < said.index(f"make inspect RUN={ROOT}")
+    )
 
 
 async def test_a_run_that_did_not_finish_says_how_to_go_on() -> None:

@@ -15,7 +15,7 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.checkpoints import DamagedRecord, commits_of
 from activities.drill import Drill
-from activities.hosts import Plan
+from activities.hosts import Offer
 from activities.hosts.reach import Providers
 from activities.jobs import package
 from activities.preflight import Preflight
@@ -256,8 +256,8 @@ class Ready:
     def check(self, order: Any) -> list[str]:
         return []
 
-    def plan(self, order: Any) -> Plan:
-        return Plan("hosts")
+    def offer(self, order: Any) -> Offer:
+        return Offer("hosts")
 
 
 async def cleared(tools: Tools, tmp_path: Path, **changes: Any) -> Cleared:

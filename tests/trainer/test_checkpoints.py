@@ -122,5 +122,5 @@ def test_another_world_size_and_a_past_end_are_refused(place: Path) -> None:
     restored = checkpoints.load(LOCAL, str(place))
     with pytest.raises(CheckpointForeign, match="world size"):
         checkpoints.must_match(restored, RECIPE, 3)
-    with pytest.raises(CheckpointForeign, match="raise steps"):
+    with pytest.raises(CheckpointForeign, match=r"raise workload\.recipe\.steps"):
         checkpoints.must_match(restored, {**RECIPE, "steps": 3}, 2)

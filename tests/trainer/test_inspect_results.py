@@ -295,6 +295,9 @@ def test_run_continued_from_an_earlier_one_passes_under_its_order_only(run: Smal
         in failures(inspected(run, tmp_path, order=other)[1])["restored from commits"]
     )
 
+    metrics(lambda document: document["held_out"].update(initial_loss=15.0))(run)
+    assert "metrics.json says 15.0" in json.dumps(failures(inspected(run, tmp_path)[1]))
+
 
 def test_continued_run_is_compared_with_the_checkpoint_it_came_from(
     run: SmallRun, sound: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -522,6 +525,15 @@ def test_tool_that_hangs_is_ended(sound: SmallRun, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(recording, "TOOL_TIMEOUT_S", 0.3)
     with pytest.raises(Failed, match="did not end within"):
         recording.check_tool(sound.export / "metrics.rrd", "verify")
+
+
+def test_rerun_says_why_it_refuses_and_nothing_of_its_own_statistics(sound: SmallRun, tmp_path: Path) -> None:
+    short = tmp_path / "short.rrd"
+    short.write_bytes((sound.export / "metrics.rrd").read_bytes()[:-40])
+    with pytest.raises(Failed) as refused:
+        recording.check_tool(short, "verify")
+    assert "analytics" not in str(refused.value)
+    assert "RRD" in str(refused.value)
 
 
 def test_outcome_speaks_to_no_terminal(run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_damaged_commits_are_skipped_and_named(run: SmallRun, capsys: pytest.Cap
         ({"recipe": {"steps": 2000, "checkpoint_interval": 100}}, ""),
         *(({"recipe": {key: RECIPE[key] + 1}}, f"{key} ") for key in RECIPE.keys() - {"steps", "checkpoint_interval"}),
         ({"world_size": 3}, "world size 2 there, 3 here"),
-        ({"recipe": {"steps": STEPS - 1}}, "raise steps"),
+        ({"recipe": {"steps": STEPS - 1}}, "raise workload.recipe.steps"),
     ],
     ids=str,
 )

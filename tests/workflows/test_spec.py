@@ -233,7 +233,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, object, str, str]] = [
     (LOCAL, "workload/recipe/learning_rate", float("nan"), "workload.recipe.learning_rate", "finite"),
     (LOCAL, "workload/recipe/learning_rate", float("inf"), "workload.recipe.learning_rate", "finite"),
     (LOCAL, "workload/recipe/momentum", 0, "workload.recipe.momentum", "must be above 0"),
-    (LOCAL, "workload/recipe/momentum", 1, "workload.recipe.momentum", "must be below 1"),
+    (LOCAL, "workload/recipe/momentum", 1, "workload.recipe.momentum", "must be at most 0.9999"),
     (LOCAL, "workload/recipe/features", 4097, "workload.recipe.features", "must be at most 4096"),
     (LOCAL, "workload/recipe/seed", -1, "workload.recipe.seed", "must be at least 0"),
     (LOCAL, "workload/recipe/seed", 2**31, "workload.recipe.seed", "must be at most 2147483647"),

@@ -396,9 +396,8 @@ class _Inspection:
 
     def _held_out(self) -> str:
         reloaded: dict[str, Reloaded] = {"state.pt": self._state.get(), "the checkpoint": self._checkpoint.get()}
-        first = self._attempts().attempts[0]
         self._list.figures["held_out_loss_recomputed"] = reloaded["the checkpoint"].held_out_loss
-        return res.check_held_out(self._metrics.get(), reloaded, fresh=first.restored_step == 0)
+        return res.check_held_out(self._metrics.get(), reloaded)
 
     def _figures(self) -> None:
         figures = self._list.figures

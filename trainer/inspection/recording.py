@@ -36,10 +36,12 @@ def check_tool(recording: Path, *arguments: str) -> str:
         raise Failed([f"{program} is missing; run the inspector with the application environment's python"])
     with tempfile.TemporaryDirectory() as home:
         # Rerun keeps usage statistics under its home; it gets an empty one that says no, and none of our
-        # credentials.
+        # credentials. A file that lacks one of these fields it replaces by its own, which says yes.
         settings = Path(home) / "rerun" / "analytics.json"
         settings.parent.mkdir()
-        settings.write_text(json.dumps({"analytics_enabled": False, "analytics_id": "", "metadata": {}}))
+        said = {"analytics_enabled": False, "analytics_id": "", "metadata": {}}
+        places = {"config_file_path": str(settings), "data_dir_path": str(Path(home) / "rerun" / "data")}
+        settings.write_text(json.dumps({**places, **said}))
         environment = {"HOME": home, "XDG_CONFIG_HOME": home, "PATH": os.defpath, "NO_COLOR": "1"}
         # What print writes grows with the run and is not wanted: only its end is kept, on disk.
         with tempfile.TemporaryFile() as output:

@@ -136,11 +136,9 @@ def check_same_state(path: str, checkpoint: Reloaded, state: Reloaded) -> str:
     return f"{path} reloaded, equal to state.pt"
 
 
-def check_held_out(metrics: Mapping[str, Any], reloaded: Mapping[str, Reloaded], fresh: bool) -> str:
-    """The held-out losses recomputed equal the exported ones. Raises Failed.
-
-    ``reloaded`` is by file name; ``fresh`` says that the run began from its recipe's initial parameters, so
-    that the initial loss can be recomputed too.
+def check_held_out(metrics: Mapping[str, Any], reloaded: Mapping[str, Reloaded]) -> str:
+    """The held-out losses recomputed equal the exported ones: of ``reloaded``, by file name, and of the recipe's
+    initial parameters, from which a continued run started too, if not in this run. Raises Failed.
     """
     recipe = recipe_of(metrics)
     held_out = metrics.get("held_out")
@@ -155,13 +153,12 @@ def check_held_out(metrics: Mapping[str, Any], reloaded: Mapping[str, Reloaded],
                 f"the held-out loss recomputed from {what} is {state.held_out_loss!r}, "
                 f"metrics.json says {exported['final_loss']!r}"
             )
-    if fresh:
-        initial = held_out_loss(recipe, build_model(recipe))
-        if not _close(exported["initial_loss"], initial, SAME_SEED):
-            problems.append(
-                f"the held-out loss of the initial parameters is {initial!r}, "
-                f"metrics.json says {exported['initial_loss']!r}"
-            )
+    initial = held_out_loss(recipe, build_model(recipe))
+    if not _close(exported["initial_loss"], initial, SAME_SEED):
+        problems.append(
+            f"the held-out loss of the initial parameters is {initial!r}, "
+            f"metrics.json says {exported['initial_loss']!r}"
+        )
     require(problems)
     return f"{exported['final_loss']!r}, recomputed from {' and '.join(reloaded)}"
 

@@ -30,7 +30,7 @@ from activities.hosts import (
     HostsFailed,
     HostsNotReady,
     MaySend,
-    Plan,
+    Offer,
     Progress,
     WrongContext,
     proof,
@@ -202,11 +202,11 @@ class SkyPilotHosts:
                 ]
         return []
 
-    def plan(self, order: HostsOrder) -> Plan:
-        """See `HostsProvider.plan`. Slurm has no price."""
+    def offer(self, order: HostsOrder) -> Offer:
+        """See `HostsProvider.offer`. Slurm has no price."""
         options = task.options_of(order)
         of_what = options.accelerators or order.device
-        return Plan(f"{order.count} hosts from SkyPilot on {options.infra}, {of_what}")
+        return Offer(f"{order.count} hosts from SkyPilot on {options.infra}, {of_what}")
 
     def claims(self, order: HostsOrder) -> list[Claim]:
         """The cluster, and the service task in it. One request creates both."""
