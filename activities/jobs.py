@@ -88,7 +88,8 @@ def package(trees: dict[str, Path]) -> Package:
     for inside, root in trees.items():
         if not root.is_dir():
             raise ValueError(
-                f"the working directory {root.absolute()} does not exist or is no directory on the worker's machine; correct the path, or deliver it there"
+                f"the working directory {root.absolute()} does not exist or is no directory on the worker's machine; "
+                "correct the path, or put your source there"
             )
         for path in _plain_files(root):
             parts = path.relative_to(root).parts

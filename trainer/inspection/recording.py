@@ -39,9 +39,9 @@ def check_tool(recording: Path, *arguments: str) -> str:
         # credentials. A file that lacks one of these fields it replaces by its own, which says yes.
         settings = Path(home) / "rerun" / "analytics.json"
         settings.parent.mkdir()
-        said = {"analytics_enabled": False, "analytics_id": "", "metadata": {}}
+        answer = {"analytics_enabled": False, "analytics_id": "", "metadata": {}}
         places = {"config_file_path": str(settings), "data_dir_path": str(Path(home) / "rerun" / "data")}
-        settings.write_text(json.dumps({**places, **said}))
+        settings.write_text(json.dumps({**places, **answer}))
         environment = {"HOME": home, "XDG_CONFIG_HOME": home, "PATH": os.defpath, "NO_COLOR": "1"}
         # What print writes grows with the run and is not wanted: only its end is kept, on disk.
         with tempfile.TemporaryFile() as output:
