@@ -78,6 +78,8 @@ class Scripted(SkyPilot):
             answer = answer()
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, str):
+            note(answer)
         return answer
 
     @property
@@ -318,6 +320,13 @@ def test_a_launch_that_fails_says_why_in_skypilots_own_words(
     launches(world)
     world.answers(**answers)
     with pytest.raises(error, match=words):
+        world.hosts.launch(ORDER, world.may_send, say)
+
+
+def test_what_slurm_will_never_start_is_not_waited_for(world: World) -> None:
+    launches(world)
+    world.answers(follow="Launching (pending: PartitionNodeLimit; partition: main)")
+    with pytest.raises(HostsFailed, match=r"never start .*PartitionNodeLimit.*fewer"):
         world.hosts.launch(ORDER, world.may_send, say)
 
 

@@ -175,11 +175,16 @@ up() {
     sky_env sky api start >"$BASE/log/api-start.log" 2>&1 || die "$(tail -n 3 "$BASE/log/api-start.log")"
 }
 
+# Processes that hold a file of SkyPilot's home: its servers and their executors.
+skypilots() { find /proc/[0-9]*/fd -lname "$BASE/home/*" 2>/dev/null | cut -d/ -f3 | sort -u; }
+
 down() {
     local p f g left=
     p=$(ss -ltnp | grep "127.0.0.1:$((PB + 80)) " | grep -o 'pid=[0-9]*' | head -n 1 | cut -d= -f2 || true)
     sky_env sky api stop >/dev/null 2>&1 || true
     [ -n "$p" ] && kill -9 -- "-$p" 2>/dev/null || true # the server leads its own process group
+    # Its executors outlive a server that was killed, under names and with environments that tell nothing.
+    for p in $(skypilots); do kill -9 "$p" 2>/dev/null || true; done
     for f in "$BASE"/run/node.*.pid; do [ -s "$f" ] && kill -9 "$(cat "$f")" 2>/dev/null || true; done
     # SkyPilot keeps ssh connections: the sessions of our own sshd end first.
     [ -s "$BASE/run/sshd.pid" ] && for g in $(ps -o pid= --ppid "$(cat "$BASE/run/sshd.pid")"); do kill "$g" 2>/dev/null || true; done
@@ -192,6 +197,7 @@ down() {
             ps -eo pid=,ppid=,stat=,args= | B=$BASE/ awk -v me=$$ '$1 != me && $2 != me && $3 !~ /^Z/ && index($0, ENVIRON["B"])'
             ss -ltnH "sport >= :$PB and sport <= :$((PB + 99))"
             ip -br link | grep "^$TAG" || true
+            skypilots
         )
         [ -z "$left" ] && { userdel "$JOBUSER" 2>/dev/null || true; return; }
         sleep 1

@@ -58,7 +58,7 @@ def storage(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any
     client.close()
 
 
-def ordered(slug: str) -> HostsOrder:
+def ordered(slug: str, count: int = 2) -> HostsOrder:
     key = f"{slug}-{os.urandom(5).hex()}"
     identity = Identity(
         workflow_id=slug,
@@ -71,7 +71,13 @@ def ordered(slug: str) -> HostsOrder:
         storage=f"s3://lanyard/runs/{key}",
     )
     return HostsOrder(
-        identity=identity, provider="skypilot", count=2, device="cpu", options=OPTIONS, lease_s=900, not_after_s=1800
+        identity=identity,
+        provider="skypilot",
+        count=count,
+        device="cpu",
+        options=OPTIONS,
+        lease_s=900,
+        not_after_s=1800,
     )
 
 
@@ -203,6 +209,23 @@ def test_a_launch_that_is_given_up_half_way_ends_and_leaves_nothing(site: Site, 
             launching.result(60)
     assert all(step.ok for step in steps), steps
     assert "1 launches cancelled" in steps[1].detail
+    nothing_is_left(site, hosts, say)
+
+
+def test_hosts_that_cannot_be_placed_are_given_up_with_the_reason(site: Site, storage: Any, tmp_path: Path) -> None:
+    """Three of them, on two nodes."""
+    tmp_path.chmod(0o700)
+    order, say = ordered("too-many", count=3), Said()
+    lease(storage, order)
+    hosts = SkyPilotHosts(tmp_path / "home", SECRET, site.sky, environments=site.environments)
+    say(f"check: {hosts.check(order)}")
+    try:
+        with pytest.raises(HostsFailed, match=r"will never start .* \(PartitionNodeLimit\)"):
+            hosts.launch(order, lambda: None, say)
+        say("given up")
+    finally:
+        steps = release(hosts, storage, order, say)
+    assert all(step.ok for step in steps), steps
     nothing_is_left(site, hosts, say)
 
 

@@ -77,6 +77,12 @@ LOOK_AT_SERVICE_S: Final = 10.0
 """Between two looks at the service task while the hosts' receipts are awaited: each takes a second or two."""
 LOOK_S: Final = 1.0
 
+NEVER: Final = re.compile(
+    r"pending: (PartitionNodeLimit|PartitionTimeLimit|BadConstraints|AccountNotAllowed|QOSNotAllowed|InvalidAccount"
+    r"|InvalidQOS)\b"
+)
+"""Slurm's reasons that no waiting changes."""
+
 WriteObject = Callable[[str, bytes], None]
 """Writes an `s3://` object. Raises HostsNotReady."""
 
@@ -280,7 +286,14 @@ class SkyPilotHosts:
 
     def _follow(self, order: HostsOrder, request: str, progress: Progress) -> None:
         cluster = task.cluster_name(order.identity.run_key)
-        ended = self._sky.call("follow", limit_s=FOLLOW_S, note=progress, cluster=cluster, request=request)
+
+        def note(word: str) -> None:
+            progress(word)
+            if found := NEVER.search(word):
+                # SkyPilot waits for a day.
+                raise HostsFailed(f"Slurm will never start {cluster} ({found[1]}): ask for fewer or smaller hosts")
+
+        ended = self._sky.call("follow", limit_s=FOLLOW_S, note=note, cluster=cluster, request=request)
         if ended["status"] == "UNKNOWN":
             raise HostsNotReady(f"SkyPilot lost the launch of {cluster}: {ended['message']}")
         if ended["status"] != "SUCCEEDED":
