@@ -176,7 +176,7 @@ up() {
 }
 
 # Processes that hold a file of SkyPilot's home: its servers and their executors.
-skypilots() { find /proc/[0-9]*/fd -lname "$BASE/home/*" 2>/dev/null | cut -d/ -f3 | sort -u; }
+skypilots() { { find /proc/[0-9]*/fd -lname "$BASE/home/*" 2>/dev/null || true; } | cut -d/ -f3 | sort -u; }
 
 down() {
     local p f g left=

@@ -345,7 +345,6 @@ class SkyPilotHosts:
 
     def prove(self, order: HostsOrder, progress: Progress) -> Hosts:
         """See `HostsProvider.prove`. UP in SkyPilot's table proves nothing; each host's own receipt does."""
-        progress("looking for the hosts' receipts")
         try:
             proof.receipts(order, self._read)
         except HostsNotReady:
