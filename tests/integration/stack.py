@@ -67,7 +67,7 @@ class Stack:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_us,
+                preexec_fn=end_with_us,
             )
         self._until(lambda: b"Ctrl-C here stops" in self.output.read_bytes()[before:], 60, "the stack is up")
         told = subprocess.run(
@@ -130,7 +130,7 @@ class Stack:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_us,
+                preexec_fn=end_with_us,
             )
         self._others.append(process)
         try:
@@ -353,6 +353,6 @@ def _heartbeats(told: Mapping[str, Any]) -> dict[str, Any]:
     return live
 
 
-def _end_with_us() -> None:
+def end_with_us() -> None:
     """The kernel asks a child to end when the test process dies, however it dies (a test's time-out exits at once)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.stack import end_with_us
 from worker.home import Home
 from worker.processes import alive
 from worker.settings import CHECKOUT
@@ -102,6 +103,7 @@ class StackProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=end_with_us,
             )
         self.wait_for(lambda: "Ctrl-C here stops" in self.text()[len(before) :])
 
