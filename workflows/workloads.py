@@ -18,7 +18,13 @@ MAX_VALUES = 2**28
 class Recipe(Strict):
     """The built-in synthetic linear regression, trained by SGD with momentum over all ranks."""
 
-    steps: int = Field(default=32, ge=1, le=1_000_000, description="Optimizer steps.", examples=[32])
+    steps: int = Field(
+        default=32,
+        ge=2,
+        le=1_000_000,
+        description="Optimizer steps; at least 2, or no learning can be seen.",
+        examples=[32],
+    )
     samples_per_rank: int = Field(
         default=1_024, ge=1, le=10_000_000, description="Samples that each rank makes.", examples=[1024]
     )

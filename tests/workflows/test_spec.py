@@ -213,7 +213,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, object, str, str]] = [
     (LOCAL, "workload/kind", GONE, "workload.kind", 'add one of "regression", "script"'),
     (LOCAL, "workload/kind", "regresion", "workload.kind", 'did you mean "regression"?'),
     (LOCAL, "workload/recipe", [32], "workload.recipe", "must be a JSON object"),
-    (LOCAL, "workload/recipe/steps", 0, "workload.recipe.steps", "must be at least 1, not 0"),
+    (LOCAL, "workload/recipe/steps", 1, "workload.recipe.steps", "must be at least 2, not 1"),
     (LOCAL, "workload/recipe/steps", 1_000_001, "workload.recipe.steps", "must be at most 1000000"),
     (LOCAL, "workload/recipe/steps", 10**400, "workload.recipe.steps", "must be at most 1000000"),
     (LOCAL, "workload/recipe/steps", 32.5, "workload.recipe.steps", "must be a whole number"),
