@@ -166,4 +166,6 @@ def test_the_job_ends_by_itself_when_the_operator_is_gone(stack: Stack, census: 
         assert "lease expired" in message
         assert f'"resume": {{"from": "{left.uri}"}}' in message
         assert verdict["cleanup"] == "clean"
+        # Custody outlives the run by a moment, and needs this worker for it.
+        assert stack.last_word(run)["cleanup"] == "clean"
     assert prepared.jobs()[prepared.job] == "RUNNING"
