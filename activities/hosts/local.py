@@ -12,7 +12,6 @@ stay as evidence.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import hashlib
 import json
@@ -40,6 +39,7 @@ from activities.hosts import (
 )
 from activities.hosts import plan as plans
 from activities.hosts.census import Census, Sight, listeners, sights
+from activities.hosts.lock import locked
 from activities.hosts.marks import read_mark, write_mark
 from activities.jobs import Endpoint
 from activities.token import run_token
@@ -167,7 +167,7 @@ class LocalHosts:
         directory = self._directory(order)
         try:
             self._make_directory(order)
-            with _locked(directory, LOCK_WAIT_S):
+            with locked(directory / "lock", LOCK_WAIT_S):
                 if (directory / "released").exists():
                     raise HostsFailed(f"{order.identity.run_key} was released on this machine; start a new run")
                 plan = plans.make_plan(directory, order)
@@ -240,7 +240,7 @@ class LocalHosts:
             # starts nothing more. It is not waited for long.
             self._make_directory(order)
             write_private_file(directory / "released", b"")
-            with contextlib.suppress(HostsNotReady), _locked(directory, LAUNCH_PATIENCE_S):
+            with contextlib.suppress(HostsNotReady), locked(directory / "lock", LAUNCH_PATIENCE_S):
                 pass
             plan = plans.read_plan(directory)
         except (NotPrivate, AbsenceUnknown, OSError) as error:
@@ -501,21 +501,3 @@ def _census_of(directory: Path, plan: plans.Plan | None) -> Census:
     """How the processes of the run that has this directory are told."""
     outside = [str(each) for each in plan.directories] if plan else []
     return Census(directory.name, (str(directory), *outside), plan.since if plan else None)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path, wait_s: float) -> Iterator[None]:
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        deadline = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise HostsNotReady(f"another launch has held {directory}/lock for {wait_s:.0f} s") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(descriptor)

@@ -103,7 +103,7 @@ def test_the_mark_is_written_before_anything_else_in_the_directory(
     def die(*told: Any) -> Any:
         raise Died
 
-    monkeypatch.setattr("activities.hosts.local._locked", die)
+    monkeypatch.setattr("activities.hosts.local.locked", die)
     with pytest.raises(Died):
         provider(home).launch(order, yes, say)
     assert [each.name for each in directory_of(home, order).iterdir()] == ["mark.json"]

@@ -8,7 +8,6 @@ gone the infrastructure is asked. So nothing here depends on a request's id, an 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import getpass
 import hashlib
 import os
@@ -35,6 +34,7 @@ from activities.hosts import (
     WrongContext,
     proof,
 )
+from activities.hosts.lock import locked
 from activities.hosts.plan import machine_id
 from activities.hosts.skypilot import task
 from activities.hosts.skypilot.bridge import VERSION, BridgeError, NoSkyPilot, SkyPilot
@@ -243,7 +243,10 @@ class SkyPilotHosts:
                 task.mark_uri(order.identity.storage),
                 Mark(context=self.context(order), hosts=order).model_dump_json(indent=1).encode(),
             )
-            with _locked(self._files(order).with_suffix(".lock")):
+            lock = self._files(order).with_suffix(".lock")
+            lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # SkyPilot would queue a second service task.
+            with locked(lock, LOCK_WAIT_S):
                 request = self._adopt_or_send(order, may_send, progress)
             if request:
                 self._follow(order, request, progress)
@@ -638,23 +641,3 @@ def _reason(error: Exception) -> str:
     text = re.sub(r"\s+", " ", str(error)).strip()
     kind = error.kind if isinstance(error, BridgeError) else ""
     return f"{kind}: {text}"[:800] if kind and kind not in text else text[:800]
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One launch of a run at a time on this machine: SkyPilot would queue a second service task."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        deadline = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise HostsNotReady(f"another launch has held {path} for {LOCK_WAIT_S:.0f} s") from None
-                time.sleep(0.1)
-        yield
-    finally:
-        os.close(descriptor)
